@@ -21,6 +21,8 @@ from machine import cpu_and_cores, write_results
 from sides import make_model, make_tokenizer, quiet, read_pairs
 
 from reflogp.client import Client
+from reflogp.service import bodies
+from reflogp.service.routes import lookups, scores
 from reflogp.service.settings import ServerSettings
 from reflogp.store import Store
 from scoring import SHIPPED
@@ -67,13 +69,12 @@ def measured(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys, values = long_rows(512, 100_000)
     Store(folder / "store").create_table(REFERENCE).append(values)
-    fields = {name: field.default for name, field in ServerSettings.model_fields.items()}
     bounds = Bounds(
-        size=fields["max_body_bytes"],
-        json=fields["max_json_bytes"],
-        keys=fields["max_lookup_keys"],
-        sequences=fields["max_score_sequences"],
-        tokens=fields["max_score_tokens"],
+        size=ServerSettings.model_fields["max_body_bytes"].default,
+        json=bodies._MAX_JSON_BYTES,
+        keys=lookups._MAX_KEYS,
+        sequences=scores._MAX_SEQUENCES,
+        tokens=scores._MAX_TOKENS,
         unread=options.unread_mib * MIB,
     )
     (folder / "service.toml").write_text(f'state = "{folder / "state"}"\npinned = "ref"\n')

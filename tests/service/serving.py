@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -20,11 +21,33 @@ import psutil
 
 from tests.service.warm_python import WarmPython
 
+#: Constants of the service that `settings_file` takes like settings, and where they are.
+CONSTANTS = {
+    "commit_seconds": ("app", "_COMMIT_SECONDS"),
+    "ledger_seconds": ("app", "_LEDGER_SECONDS"),
+    "row_seconds": ("app", "_ROW_SECONDS"),
+    "window_seconds": ("app", "_WINDOW_SECONDS"),
+    "worker_late_seconds": ("pool", "_LATE_SECONDS"),
+    "worker_silence_seconds": ("pool", "_SILENCE_SECONDS"),
+    "max_json_bytes": ("bodies", "_MAX_JSON_BYTES"),
+    "max_large_requests": ("large_requests", "_MOST"),
+    "max_json_values": ("routes.lookups", "_MAX_JSON_VALUES"),
+    "max_lookup_keys": ("routes.lookups", "_MAX_KEYS"),
+    "max_score_sequences": ("routes.scores", "_MAX_SEQUENCES"),
+    "max_score_tokens": ("routes.scores", "_MAX_TOKENS"),
+}
+_ASIDE = "# constants: "
+
 
 def command_line(*arguments: object, warm: WarmPython | None = None) -> list[str]:
-    """The command that runs `reflogp` with these arguments."""
-    python = warm.executable if warm else sys.executable
-    return [python, "-c", "from reflogp.cli import main; main()", *map(str, arguments)]
+    """The command that runs `reflogp` with these arguments, and with the constants that `settings_file` put into `--config`."""
+    python, code = warm.executable if warm else sys.executable, "from reflogp.cli import main; "
+    if "--config" in arguments:
+        first = Path(str(arguments[arguments.index("--config") + 1])).read_text().partition("\n")[0]
+        for name, value in json.loads(first.removeprefix(_ASIDE)).items() if first.startswith(_ASIDE) else ():
+            module, constant = CONSTANTS[name]
+            code += f"import reflogp.service.{module} as module; module.{constant} = {value!r}; "
+    return [python, "-c", f"{code}main()", *map(str, arguments)]
 
 
 class Service:
@@ -112,8 +135,17 @@ def serving(*arguments: object, warm: WarmPython | None = None) -> Iterator[str]
 
 
 def settings_file(folder, store, models: dict, tokens: dict[str, tuple[str, list[str]]] | None = None, **more) -> str:
-    """A settings file; `models` are name -> folder or table of settings, `tokens` name -> (token, its scopes)."""
-    lines = [f'store = "{store}"', f'state = "{folder / "state"}"', *(f"{k} = {json.dumps(v)}" for k, v in more.items())]
+    """A settings file; `models` are name -> folder or table of settings, `tokens` name -> (token, its scopes).
+
+    What is one of CONSTANTS is no setting: `command_line` gives it to the service that it starts.
+    """
+    constants = {name: more.pop(name) for name in CONSTANTS.keys() & more.keys()}
+    lines = [
+        f"{_ASIDE}{json.dumps(constants)}",
+        f'store = "{store}"',
+        f'state = "{folder / "state"}"',
+        *(f"{k} = {json.dumps(v)}" for k, v in more.items()),
+    ]
     for name, entry in models.items():
         table = entry if isinstance(entry, dict) else {"model": str(entry)}
         lines += [f"[references.{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]

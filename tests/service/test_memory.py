@@ -61,8 +61,10 @@ def service(place, long_key, reference_folder):
 
 
 @pytest.fixture(scope="module")
-def at_rest(service, job):
-    """Bytes that the service holds before the first heavy request."""
+def at_rest(service, job, long_key):
+    """Bytes that the service holds before the first heavy request, and after a small one that opens the store."""
+    with Client(service.url) as client:
+        assert client.lookup(REFERENCE.reference_id, [long_key], values=True).lengths.tolist() == [20_000]
     with Peak(service.process.pid) as peak:
         httpx.get(f"{service.url}/readyz")
     return peak.bytes[service.process.pid]

@@ -69,8 +69,8 @@ ELSEWHERE += [{"host": host, "origin": f"http://{host}", "sec-fetch-site": "same
 def opened(tmp_path_factory, reference_folder, warm_python):
     """A service without tokens."""
     folder = tmp_path_factory.mktemp("opened")
-    uris = {"dataset_uris": ["s3://team/prefs/"], "access_log": True}
-    file = settings_file(folder, folder / "store", {"ref": float32(reference_folder)}, devices=["cpu"], **uris)
+    uris = ["s3://team/prefs/"]
+    file = settings_file(folder, folder / "store", {"ref": float32(reference_folder)}, devices=["cpu"], dataset_uris=uris)
     with running("--config", file, warm=warm_python) as service:
         service.folder = folder
         yield service
@@ -294,8 +294,6 @@ def test_an_unexpected_error_has_safe_headers_too(tmp_path, monkeypatch):
         {"host": PROXIED, "origin": f"https://{PROXIED}", "sec-fetch-site": "same-origin"},
         {"host": PROXIED, "origin": f"https://{PROXIED}:443"},
         {"origin": f"https://{PROXIED}", "sec-fetch-site": "same-origin"},  # a proxy that names us by an address
-        {"origin": f"https://{PROXIED}", "x-forwarded-host": PROXIED},
-        {"origin": f"https://{PROXIED}", "x-forwarded-host": f"{PROXIED}, inner.example"},
         {"sec-fetch-site": "none"},
     ],
 )

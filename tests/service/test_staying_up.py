@@ -16,8 +16,7 @@ import pytest
 import uvicorn
 
 from reflogp.client import Client, ServiceError
-from reflogp.service import ledger_file, precompute
-from reflogp.service.app import create_app
+from reflogp.service import app, ledger_file, precompute
 from reflogp.service.ledger import Ledger
 from reflogp.service.ledger_file import StateLock
 from reflogp.service.settings import read_settings
@@ -94,7 +93,8 @@ def place(tmp_path_factory):
 @pytest.fixture(scope="module")
 def service(place, reference_folder, bucket):
     """A service with little patience; its uploads and fetched datasets have ROOM bytes."""
-    settings = {"token_budget": 128, "commit_seconds": 0.1, "ledger_seconds": 0.3, "worker_silence_seconds": 12.0}
+    settings = {"token_budget": 128, "commit_seconds": 0.1, "ledger_seconds": 0.3}
+    settings |= {"worker_silence_seconds": 12.0, "worker_late_seconds": 3.0}
     settings |= {"dataset_uris": [f"{bucket}/"], "max_queued_tokens": 20_000, "max_uploads_bytes": ROOM}
     with running("--config", settings_file(place, place / "store", {"ref": float32(reference_folder)}, **settings)) as found:
         answer = httpx.get(f"{found.url}/readyz")
@@ -327,23 +327,27 @@ def test_a_service_whose_ledger_is_damaged_stops(tmp_path, warm_python):
             while (page := http.get("/v1/jobs", params=asked)).is_success:
                 asked["before"] = page.json()["next_before"]
         assert page.status_code == 503 and "is damaged" in page.json()["detail"]
-        service.process.wait(60)
+        assert str(tmp_path) not in page.text
+        assert service.process.wait(60) == 1
     assert any("the service stops" in line for line in service.log)
+    assert any("mkdir -p" in line for line in service.log)
 
 
 @contextmanager
 def served_here(settings, monkeypatch):
     """A service in this process, its worker in another: (URL, app)."""
+    monkeypatch.setattr(app, "_COMMIT_SECONDS", 0.1)
+    monkeypatch.setattr(app, "_LEDGER_SECONDS", 0.05)
     monkeypatch.setattr(precompute, "_PROBE_SECONDS", 0.3)
     monkeypatch.setattr(precompute, "_PROBE_AGAIN_SECONDS", 0.1)
     monkeypatch.setattr(precompute, "_LOST_SECONDS", 1.0)
-    app = create_app(settings)
+    made = app.create_app(settings)
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))
+    server = uvicorn.Server(uvicorn.Config(made, log_config=None, timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}", app
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}", made
     finally:
         server.should_exit = True
         thread.join(60)
@@ -377,11 +381,9 @@ def test_each_call_of_the_ledger_fails_in_a_working_service(tmp_path, reference_
         tmp_path / "store",
         {"ref": float32(reference_folder)},
         token_budget=256,
-        commit_seconds=0.1,
-        ledger_seconds=0.05,
         dataset_uris=[f"{objects}/"],
     )
-    with served_here(read_settings(file), monkeypatch) as (url, app):
+    with served_here(read_settings(file), monkeypatch) as (url, served):
         wait_until(lambda: ready(url))
         for number, kind in enumerate(ERRORS):
             for site in call_sites(Ledger):
@@ -416,7 +418,7 @@ def test_each_call_of_the_ledger_fails_in_a_working_service(tmp_path, reference_
                 time.sleep(0.05)
             faults.clear()
             wait_until(lambda: ready(url))
-        assert app.state.context.precompute.unrecorded == 0
+        assert served.state.context.precompute.unrecorded == 0
     hit = {site: count for site, count in faults.failed.items() if count}
     assert {
         "submit",
@@ -442,7 +444,7 @@ def test_housekeeping_goes_on_after_a_failure(tmp_path, monkeypatch):
     monkeypatch.setattr(precompute, "_HOUSEKEEPING_SECONDS", 0.1)
     monkeypatch.setattr(precompute, "_HOUSEKEEPING_AGAIN_SECONDS", 0.1)
     (tmp_path / "store").mkdir()
-    settings = read_settings(None, store=str(tmp_path / "store"), state=tmp_path / "state", ledger_seconds=0.05)
+    settings = read_settings(None, store=str(tmp_path / "store"), state=tmp_path / "state")
     with served_here(settings, monkeypatch) as (url, _):
         for site in ("ended_before", "files_in_use"):
             faults.fail(site, "disk", times=6)

@@ -18,8 +18,9 @@ from tests.vllm.conftest import VLLM_PYTHON
 pytestmark = pytest.mark.vllm
 
 
-def test_a_job_outlives_vllm_and_online_requests_are_answered_beside_it(model, plain_model, tmp_path):
-    reference = {"model": model, "dtype": "float32", "engine": "vllm", "vllm_python": str(VLLM_PYTHON)}
+def test_a_job_outlives_vllm_and_online_requests_are_answered_beside_it(model, plain_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("REFLOGP_VLLM_PYTHON", str(VLLM_PYTHON))
+    reference = {"model": model, "dtype": "float32", "engine": "vllm"}
     file = settings_file(tmp_path, tmp_path / "store", {"sft": reference}, pinned="sft", commit_seconds=0.2)
     rows = token_rows(1500, seed=5)
     data = write_rows(tmp_path / "rows.jsonl", rows)

@@ -168,8 +168,8 @@ class Client:
             cache_read: whether to use stored values.
             cache_write: whether to store the computed values.
             deadline: maximum number of seconds for the whole call, including the wait in the service's queue, the computation,
-                and retries with their pauses. If None, each request has the deadline in the service's setting
-                `deadline_seconds` (by default, 5 minutes), and the client waits for each response for at most its own
+                and retries with their pauses. If None, each request has the deadline of the service
+                (5 minutes), and the client waits for each response for at most its own
                 `timeout`, or 10 minutes if `timeout` is None too.
             attention_masks: for rows of padded batches, n lists, each with one entry per token of the row's prompt and
                 completion: 0 for padding, 1 for other tokens. Sequences with a mask are scored with their padding, so padding

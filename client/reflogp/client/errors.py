@@ -38,7 +38,7 @@ class ServiceUnreachableError(ServiceError):
 
 
 class DeadlineExceededError(ServiceError):
-    """The caller's deadline or timeout, or the service's `deadline_seconds`, passed before the request or job was completed."""
+    """The caller's deadline or timeout, or the service's (five minutes), passed before the request or job was completed."""
 
 
 class ServiceBusyError(ServiceError):

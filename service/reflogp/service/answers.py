@@ -14,25 +14,20 @@ from reflogp.store.snapshot import Found
 
 #: Arrow schema of a response, with nulls for a miss. The column `token_logps` is included only if it was requested.
 ANSWER = pa.schema([("scored_len", pa.int32()), ("logp_sum", pa.float64()), ("token_logps", pa.list_(pa.float32()))])
-#: Maximum number of keys in one batch of a response.
-_BATCH_KEYS = 131_072
+#: Maximum number of keys in one batch of a response, and maximum number of bytes of token values; only a batch with a single
+#: key can exceed it. For each batch, the row groups that contain its keys are read. Larger batches reduce the amount read in
+#: total, but need more memory.
+_BATCH_KEYS, _BATCH_BYTES = 131_072, 4 << 20
 
 
 def answer_schema(snapshot: Snapshot, values: bool) -> pa.Schema:
-    """Return the Arrow schema of the response to a lookup. The schema's metadata contains the reference id and the snapshot's
-    number."""
+    """Return the Arrow schema of a response. Its metadata contains the reference id and the snapshot's number."""
     about = {"reference_id": snapshot.reference_id, "snapshot": str(snapshot.number)}
     return pa.schema(list(ANSWER)[: 3 if values else 2]).with_metadata(about)
 
 
 def answer_table(snapshot: Snapshot, found: Found, values: bool) -> pa.Table:
-    """Return the response to a lookup of n keys, as a table with the schema from `answer_schema`.
-
-    Args:
-        snapshot: the snapshot that the keys were looked up in.
-        found: the result of the lookup.
-        values: whether to include token_logps.
-    """
+    """Return the response to a lookup, as a table with the schema from `answer_schema`."""
     missing = found.lengths == MISS
     columns = [
         pa.array(found.lengths, pa.int32(), mask=missing),
@@ -43,36 +38,21 @@ def answer_table(snapshot: Snapshot, found: Found, values: bool) -> pa.Table:
     return pa.table(columns, schema=answer_schema(snapshot, values))
 
 
-def answer_parts(found: Found, values: bool, most_bytes: int) -> list[tuple[int, int]]:
-    """Split a response into batches, and return a tuple (start, stop) for each batch. The batch contains the keys with the
-    indices `start` to `stop` - 1.
+def answer_messages(snapshot: Snapshot, found: Found, values: bool) -> Iterator[pa.Buffer]:
+    """Yield a response as the messages of an Arrow IPC stream. Each message is built only when it is needed."""
+    tables = (answer_table(snapshot, found.slice(start, stop), values) for start, stop in _batches(found, values))
+    return stream_messages(answer_schema(snapshot, values), tables)
 
-    Args:
-        found: the result of the lookup.
-        values: whether the response includes token_logps.
-        most_bytes: maximum number of bytes of token values in a batch; only a batch with a single key can exceed it.
-    """
+
+def _batches(found: Found, values: bool) -> Iterator[tuple[int, int]]:
+    """Yield the (start, stop) of the keys of each batch."""
     count = len(found.lengths)
     before = np.zeros(count + 1, np.int64)
     if values:
         np.cumsum(4 * np.maximum(found.lengths, 0).astype(np.int64), out=before[1:])
-    parts, start = [], 0
+    start = 0
     while start < count:
-        stop = int(np.searchsorted(before, before[start] + most_bytes, "right")) - 1
+        stop = int(np.searchsorted(before, before[start] + _BATCH_BYTES, "right")) - 1
         stop = min(max(stop, start + 1), start + _BATCH_KEYS, count)
-        parts.append((start, stop))
+        yield start, stop
         start = stop
-    return parts
-
-
-def answer_messages(snapshot: Snapshot, found: Found, values: bool, parts: list[tuple[int, int]]) -> Iterator[pa.Buffer]:
-    """Yield a response as the messages of an Arrow IPC stream. Each message is built only when it is needed.
-
-    Args:
-        snapshot: the snapshot that the keys were looked up in.
-        found: the result of the lookup.
-        values: whether to include token_logps.
-        parts: (start, stop) for the keys of each batch, as returned by `answer_parts`.
-    """
-    tables = (answer_table(snapshot, found.slice(start, stop), values) for start, stop in parts)
-    return stream_messages(answer_schema(snapshot, values), tables)

@@ -39,6 +39,15 @@ from reflogp.service.uploads import Uploads
 from reflogp.service.worker.protocol import ModelConfig, WorkerConfiguration
 from reflogp.store import UsageError
 
+#: Maximum time in seconds that a request waits when the ledger is locked or its disk fails.
+_LEDGER_SECONDS = 5.0
+#: Maximum time in seconds between computing a job's values and committing them.
+_COMMIT_SECONDS = 5.0
+#: Time in seconds that an online request waits for others, so that their sequences share forward passes. It waits only if two
+#: requests overlapped within the last second.
+_WINDOW_SECONDS = 0.002
+#: Maximum CPU time in seconds to tokenize a row. A row that needs more is a bad row.
+_ROW_SECONDS = 10.0
 _DESCRIPTION = "Reference log-probs: score datasets as background jobs, score sequences online, and look up stored values."
 
 
@@ -63,12 +72,12 @@ def create_app(settings: ServerSettings) -> FastAPI:
     lock = StateLock(folder)
     metrics = Metrics()
     registry = ReferenceRegistry(settings)
-    ledger = Ledger(folder / "jobs.sqlite", settings.ledger_seconds)
+    ledger = Ledger(folder / "jobs.sqlite", _LEDGER_SECONDS)
     files = DatasetFiles(folder / "uploads", ledger, settings)
-    uploads = Uploads(files, ledger, settings)
+    uploads = Uploads(files, ledger)
     precompute = Precompute(settings, folder, ledger, registry, uploads, files, metrics)
     online = OnlineScoring(settings, registry, metrics)
-    large = LargeRequests(settings.max_large_requests)
+    large = LargeRequests()
     context = Context(settings, registry, ledger, precompute, online, uploads, metrics, large)
 
     async def on_frame(worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
@@ -82,7 +91,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
 
     configurations = _configurations(settings, registry, folder, _devices(settings, registry))
     most = settings.max_worker_bytes or total_memory() * 9 // 10
-    pool = Pool(configurations, on_frame, on_death, most, settings.worker_silence_seconds, settings.max_pass_seconds)
+    pool = Pool(configurations, on_frame, on_death, most)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -156,10 +165,9 @@ def _configurations(
         pinned=named[settings.pinned].reference_id if settings.pinned is not None else None,
         store=registry.store.uri,
         tokens=str(folder / "tokens"),
-        max_tokens_bytes=settings.max_tokens_bytes,
-        commit_seconds=settings.commit_seconds,
-        window_seconds=settings.window_seconds,
-        row_seconds=settings.row_seconds,
-        reader_bytes=settings.max_reader_bytes,
+        max_tokens_bytes=settings.max_uploads_bytes // 3,
+        commit_seconds=_COMMIT_SECONDS,
+        window_seconds=_WINDOW_SECONDS,
+        row_seconds=_ROW_SECONDS,
     )
     return [replace(first, device=place.device, visible=place.visible) for place in workers]

@@ -1,89 +1,68 @@
 """Read request bodies (Arrow IPC or JSON), enforce limits on their size, and write responses in the same formats.
 
-A body that is too long or arrives too slowly is refused while it is being read. An Arrow stream with too many rows or values is
-refused before its values are converted. A stream with compressed record batches is also refused, because a few compressed bytes
-can expand to gigabytes.
+A body that is too long is refused while it is being read. An Arrow stream with too many rows or values is refused before its
+values are converted. A stream with compressed record batches is also refused, because a few compressed bytes can expand to
+gigabytes. How long a sender may take is up to the proxy in front of the service (docs/security.md).
 """
 
 from __future__ import annotations
 
-import asyncio
 import struct
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeVar
 
-import numpy as np
 import pyarrow as pa
 from anyio import to_thread
 from fastapi import Request, Response
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
 
 from reflogp.service.large_requests import content_length
 from reflogp.service.problems import Problem
-from reflogp.service.worker.protocol import MASKED_SEQUENCES, SEQUENCES, token_count
+from reflogp.service.worker.protocol import MASKED_SEQUENCES, SEQUENCES
 from reflogp.store.keys import KEY_BYTES, KEY_TYPE
-from reflogp.store.schema import ARROW_STREAM, QUESTION, one_array, stream_buffer
+from reflogp.store.schema import ARROW_STREAM, QUESTION, one_array, stream_bytes
 from reflogp.store.texts import counted
 
 Model = TypeVar("Model", bound=BaseModel)
+Result = TypeVar("Result")
 
 JSON = "application/json"
 
-#: JSON bodies of up to this many bytes are decoded in the event loop, because starting a thread would take longer.
+#: Maximum size of a JSON body in bytes. Programs send Arrow streams.
+_MAX_JSON_BYTES = 2 << 20
+#: Bodies of up to this many bytes are decoded in the event loop, because starting a thread would take longer.
 _DECODED_AT_ONCE = 64 << 10
 _SEE = "see docs/api.md or /openapi.json for what the route accepts"
 _SEND_ARROW = "send less data per request; for lookups and scoring, you can also send an Arrow stream, as reflogp.client does"
 
-#: A body is refused if it is still incomplete after _BODY_SECONDS, or if it arrives at less than _LEAST_RATE bytes per second
-#: after the first _SLOW_START_SECONDS. A slower sender would let other large requests wait for too long.
-_BODY_SECONDS, _LEAST_RATE, _SLOW_START_SECONDS = 120.0, 128 << 10, 15.0
 #: The maximum number of objects, lists and fields in a JSON body. No route needs more: a scoring request with 1,000 sequences
 #: (the maximum for JSON) has about 5,000.
 _MAX_JSON_PARTS = 10_000
-#: The maximum size in bytes of an Arrow message's metadata (schema, buffer offsets), and the maximum number of messages in a
-#: stream. Ordinary streams have about a kilobyte of metadata, and one batch for every few thousand rows. Parsing metadata and
-#: messages takes far more memory than their bytes in the stream.
-_MAX_METADATA_BYTES, _MAX_MESSAGES = 64 << 10, 20_000
-#: Number of bytes allowed for a stream's headers, padding and metadata, in addition to its data.
-_FRAME_BYTES = 1 << 20
-#: Size in bytes of the pieces in which a response is sent. Each piece is created only after the previous piece was sent, so
-#: the connection to a client that reads slowly buffers only one piece.
-_PIECE_BYTES = 256 << 10
-#: Indices of fields in Arrow's flatbuffers (format/Message.fbs). `_HEADER_TYPE` and `_HEADER` are fields of Message. `_LENGTH`
-#: and `_COMPRESSION` are fields of RecordBatch. `_RECORD_BATCH` is not an index, but the value of the field header_type if the
-#: message is a record batch.
-_HEADER_TYPE, _HEADER, _LENGTH, _COMPRESSION, _RECORD_BATCH = 1, 2, 0, 3, 3
+#: The maximum size in bytes of an Arrow stream's schema, and the maximum number of its batches. Ordinary streams have about a
+#: kilobyte of schema, and one batch for every few thousand rows. Both take far more memory than their bytes in the stream.
+_MAX_SCHEMA_BYTES, _MAX_BATCHES = 64 << 10, 20_000
 
 
-async def read_body(request: Request, max_bytes: int) -> bytearray:
+async def read_body(request: Request, max_bytes: int, otherwise: str = "split the request into several requests") -> bytearray:
     """Read a body of at most `max_bytes`.
 
-    Raises:
-        Problem: 408 if the body arrives too slowly, 413 if it is too long, 400 if the sender disconnects.
+    Raise Problem 413 with the next step `otherwise` if the body is too long, and 400 if the sender disconnects.
     """
-    loop = asyncio.get_running_loop()
+    too_long = Problem(413, f"the body is longer than {max_bytes:,} bytes", otherwise)
     if (content_length(request) or 0) > max_bytes:
-        raise _too_long(max_bytes)
-    body, start = bytearray(), loop.time()
-    chunks = stream_chunks(request)
-    while True:
-        patience = min(_BODY_SECONDS, _SLOW_START_SECONDS + len(body) / _LEAST_RATE)
-        try:
-            async with asyncio.timeout_at(start + patience):
-                chunk = await anext(chunks, None)
-        except TimeoutError:
-            raise Problem(
-                408,
-                f"only {len(body):,} bytes of the body arrived within {patience:.0f} seconds",
-                "send less data per request, or use a faster connection",
-            ) from None
-        if chunk is None:
-            return body
+        raise too_long
+    body = bytearray()
+    async for chunk in stream_chunks(request):
         body += chunk
         if len(body) > max_bytes:
-            raise _too_long(max_bytes)
+            raise too_long
+    return body
+
+
+async def decoded(decode: Callable[[bytearray], Result], body: bytearray) -> Result:
+    """Return what `decode` makes of a body. A long body is decoded in a thread, outside the event loop."""
+    return decode(body) if len(body) <= _DECODED_AT_ONCE else await to_thread.run_sync(decode, body)
 
 
 async def stream_chunks(request: Request) -> AsyncIterator[bytes]:
@@ -96,11 +75,6 @@ async def stream_chunks(request: Request) -> AsyncIterator[bytes]:
         raise Problem(400, "the connection was closed before the whole body had arrived", "send the request again") from error
 
 
-def media_type(request: Request) -> str:
-    """Return the body's media type without parameters, or an empty string if the request has no Content-Type."""
-    return request.headers.get("content-type", "").split(";")[0].strip().lower()
-
-
 def require_type(request: Request, *accepted: str) -> str:
     """Return the body's media type.
 
@@ -110,7 +84,7 @@ def require_type(request: Request, *accepted: str) -> str:
     request has no content type, or one of the three content types of HTML forms, the browser sends it without a CORS preflight
     request. Before a request with any other content type, the browser sends a preflight request, which this service refuses.
     """
-    kind = media_type(request)
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind not in accepted:
         detail = f"this route does not accept the content type {kind[:100]!r}" if kind else "the request has no content type"
         raise Problem(415, detail, f"send the header content-type: {' or '.join(accepted)}", {"Accept": ", ".join(accepted)})
@@ -118,22 +92,15 @@ def require_type(request: Request, *accepted: str) -> str:
 
 
 async def read_json(request: Request, model: type[Model], max_bytes: int) -> Model:
-    """Read a JSON body and return it as a pydantic model. A long body is decoded in a thread, outside the event loop.
+    """Read a JSON body of at most _MAX_JSON_BYTES and at most `max_bytes`, and return it as a pydantic model.
 
     Raises:
         Problem: 415 if the media type is not JSON, 422 if the body does not match the model or has more than _MAX_JSON_PARTS
             parts; also any problem that `read_body` raises.
     """
     require_type(request, JSON)
-    try:
-        body = await read_body(request, max_bytes)
-    except Problem as problem:
-        if problem.status == 413:
-            raise Problem(413, f"the JSON body is longer than {max_bytes:,} bytes", _SEND_ARROW) from None
-        raise
-    if len(body) <= _DECODED_AT_ONCE:
-        return _json_model(body, model)
-    return await to_thread.run_sync(_json_model, body, model)
+    body = await read_body(request, min(max_bytes, _MAX_JSON_BYTES), _SEND_ARROW)
+    return await decoded(lambda body: _json_model(body, model), body)
 
 
 def _json_model(body: bytearray, model: type[Model]) -> Model:
@@ -148,33 +115,12 @@ def _json_model(body: bytearray, model: type[Model]) -> Model:
         raise Problem(422, f"{where}: {first['msg']}", _SEE) from error
 
 
-def body_schemas(model: type[BaseModel], *others: str) -> dict[str, Any]:
-    """Return the OpenAPI description of a request body.
-
-    The body is either `model` as JSON, or binary data with one of the media types in `others`.
-    """
-    content = {"application/json": {"schema": _inlined(model.model_json_schema())}}
+def body_schemas(path: str, model: type[BaseModel], *others: str) -> dict[str, Any]:
+    """Return the OpenAPI description of the body of POST `path`: `model` as JSON, or one of the media types in `others`."""
+    place = f"#/paths/{path.replace('/', '~1')}/post/requestBody/content/application~1json/schema"  # where the schema itself is
+    content = {JSON: {"schema": model.model_json_schema(ref_template=f"{place}/$defs/{{model}}")}}
     content |= {kind: {"schema": {"type": "string", "format": "binary"}} for kind in others}
     return {"requestBody": {"required": True, "content": content}}
-
-
-def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema with every reference to `$defs` replaced by the definition itself.
-
-    References to `$defs` are resolved from the root of the document, so they would be invalid in an OpenAPI document, where
-    the schema is not the root.
-    """
-    definitions = schema.pop("$defs", {})
-
-    def resolved(part: Any) -> Any:
-        if isinstance(part, dict):
-            if "$ref" in part:
-                return resolved(definitions[part["$ref"].rsplit("/", 1)[1]])
-            return {name: resolved(value) for name, value in part.items()}
-        return [resolved(value) for value in part] if isinstance(part, list) else part
-
-    found: dict[str, Any] = resolved(schema)
-    return found
 
 
 def keys_of(body: bytearray, max_keys: int) -> pa.FixedSizeBinaryArray:
@@ -205,11 +151,6 @@ def keys_of(body: bytearray, max_keys: int) -> pa.FixedSizeBinaryArray:
     return keys
 
 
-def keys_body_bytes(max_keys: int) -> int:
-    """Return the maximum size in bytes of a body with `max_keys` keys, including 64-bit offsets and a validity bitmap."""
-    return 25 * max_keys + _FRAME_BYTES
-
-
 def sequences_of(body: bytearray, max_sequences: int, max_tokens: int) -> pa.Table:
     """Decode an Arrow IPC stream of sequences into a table with the columns prompt_ids and completion_ids.
 
@@ -234,54 +175,25 @@ def sequences_of(body: bytearray, max_sequences: int, max_tokens: int) -> pa.Tab
     for batch in _batches_of(body, max_sequences, "sequences", check):
         kind = MASKED_SEQUENCES if "attention_mask" in batch.schema.names else SEQUENCES
         columns = {name: batch.column(name) for name in kind.names}
-        if any(column.null_count for column in columns.values()):
-            raise Problem(422, "a sequence or its attention_mask is null", "send a list for each sequence")
-        flat = {name: column.flatten() for name, column in columns.items()}
-        tokens += sum(len(flat[name]) for name in SEQUENCES.names)
-        masked += len(flat.get("attention_mask", ()))
+        tokens += sum(len(columns[name].values) for name in SEQUENCES.names)
+        masked += len(columns["attention_mask"].values) if kind is MASKED_SEQUENCES else 0
         if max(tokens, masked) > max_tokens:
-            raise _too_many_tokens(max_tokens)
-        if any(values.null_count for values in flat.values()):
-            raise Problem(422, "a token id or attention_mask value is null", "send an integer for each token")
+            raise too_many_tokens(max_tokens)
+        if any(column.null_count or column.values.null_count for column in columns.values()):
+            raise Problem(422, "a sequence or one of its values is null", "send a list of integers for each sequence")
         try:
-            lists = [pa.ListArray.from_arrays(_offsets(columns[name]), flat[name].cast(pa.int32())) for name in kind.names]
+            parts.append(pa.record_batch([column.cast(pa.list_(pa.int32())) for column in columns.values()], schema=kind))
         except pa.ArrowInvalid as error:
             raise Problem(
                 422,
                 "a token id or attention_mask value does not fit into 32 bits",
                 "send ids from the model's vocabulary, and 0 or 1 in attention_mask",
             ) from error
-        parts.append(pa.record_batch(lists, schema=kind))
     return pa.Table.from_batches(parts, kind)
 
 
-def sequences_body_bytes(max_sequences: int, max_tokens: int) -> int:
-    """Return the maximum size in bytes of a body with `max_sequences` sequences and `max_tokens` tokens.
-
-    The size allows for 64-bit token ids, an attention mask with 64 bits per token, and 64-bit offsets in three columns.
-    """
-    return 16 * max_tokens + 32 * max_sequences + _FRAME_BYTES
-
-
-def bounded_tokens(sequences: pa.Table, max_tokens: int) -> pa.Table:
-    """Return the table unchanged, or raise Problem 413 if it has more than `max_tokens` tokens."""
-    if token_count(sequences) > max_tokens:
-        raise _too_many_tokens(max_tokens)
-    return sequences
-
-
-def _too_many_tokens(max_tokens: int) -> Problem:
+def too_many_tokens(max_tokens: int) -> Problem:
     return Problem(413, f"the request has more than {max_tokens:,} tokens", "split the request into several requests")
-
-
-def _offsets(lists: pa.Array) -> pa.Array:
-    """Return a list array's offsets into its flattened values, as int32.
-
-    The offsets are the start of each list, followed by the end of the last list.
-    """
-    offsets = np.zeros(len(lists) + 1, np.int32)
-    np.cumsum(lists.value_lengths().to_numpy(zero_copy_only=False), out=offsets[1:])
-    return pa.array(offsets)
 
 
 def _described(schema: pa.Schema) -> str:
@@ -297,42 +209,61 @@ def _is_token_lists(kind: pa.DataType) -> bool:
 def _batches_of(body: bytearray, max_rows: int, what: str, check: Callable[[pa.Schema], None]) -> Iterator[pa.RecordBatch]:
     """Validate and yield the record batches of an Arrow IPC stream, after calling `check` with the stream's schema.
 
-    Nothing is decompressed. Batches without rows are skipped.
+    Batches without rows are skipped.
     """
     try:
         messages = pa.ipc.MessageReader.open_stream(pa.BufferReader(body))
         first = messages.read_next_message()
-        _check_metadata(first)
+        if first.metadata.size > _MAX_SCHEMA_BYTES:
+            step = "send only the required columns, without custom metadata"
+            raise Problem(413, f"the stream's schema has more than {_MAX_SCHEMA_BYTES:,} bytes", step)
+        _require_kind(first, "schema")
         schema = pa.ipc.read_schema(first)
         check(schema)
         schema = schema.remove_metadata()
         rows = 0
         for number, message in enumerate(messages):
-            _check_metadata(message)
-            if number >= _MAX_MESSAGES:
-                raise Problem(413, f"the stream has more than {_MAX_MESSAGES:,} record batches", "send fewer, larger batches")
-            batch_rows, compressed = _record_batch_header(message.metadata.to_pybytes())
-            rows += batch_rows
-            if compressed:
+            if number >= _MAX_BATCHES:
+                raise Problem(413, f"the stream has more than {_MAX_BATCHES:,} record batches", "send fewer, larger batches")
+            _require_kind(message, "record batch")
+            if _is_compressed(message.metadata.to_pybytes()):
                 raise Problem(422, "the stream's record batches are compressed", "send uncompressed record batches")
-            if rows > max_rows:
-                raise Problem(413, f"the request has more than {max_rows:,} {what}", "split the request into several requests")
             batch = pa.ipc.read_record_batch(message, schema)
             batch.validate(full=True)
-            if batch_rows:
+            rows += batch.num_rows
+            if rows > max_rows:
+                raise Problem(413, f"the request has more than {max_rows:,} {what}", "split the request into several requests")
+            if batch.num_rows:
                 yield batch
-    except (pa.ArrowException, StopIteration, EOFError, struct.error, IndexError, OSError) as error:
+    except (pa.ArrowException, StopIteration, EOFError, struct.error, OSError, UnicodeDecodeError) as error:
         raise _not_arrow(what, error) from error
 
 
-def _check_metadata(message: pa.ipc.Message) -> None:
-    """Raise Problem 413 if the metadata of an Arrow message is too large, for example because it names thousands of columns."""
-    if message.metadata.size > _MAX_METADATA_BYTES:
-        raise Problem(
-            413,
-            f"a message in the stream has more than {_MAX_METADATA_BYTES:,} bytes of metadata",
-            "send only the required columns, without custom metadata",
-        )
+def _require_kind(message: pa.ipc.Message, kind: str) -> None:
+    if message.type != kind:  # pyarrow would end the process by a segmentation fault for a schema of an unknown kind
+        raise pa.ArrowInvalid(f"a message is no {kind}")
+
+
+def _is_compressed(metadata: bytes) -> bool:
+    """Return whether a record batch is compressed. pyarrow has no call that answers this without decompressing the batch.
+
+    Args:
+        metadata: metadata of the batch's message: a flatbuffer (format/Message.fbs in github.com/apache/arrow), which pyarrow
+            has verified.
+    """
+
+    def field(table: int, number: int) -> int:
+        """Return the offset of a table's field, or 0 if the table does not have it."""
+        vtable = table - struct.unpack_from("<i", metadata, table)[0]
+        size, entry = struct.unpack_from("<H", metadata, vtable)[0], 4 + 2 * number
+        offset: int = struct.unpack_from("<H", metadata, vtable + entry)[0] if entry < size else 0
+        return table + offset if offset else 0
+
+    def target(at: int) -> int:
+        return at + int(struct.unpack_from("<I", metadata, at)[0])
+
+    batch = target(field(target(0), 2))  # Message.header
+    return field(batch, 3) != 0  # RecordBatch.compression
 
 
 def _not_arrow(what: str, error: Exception) -> Problem:
@@ -340,69 +271,11 @@ def _not_arrow(what: str, error: Exception) -> Problem:
     return Problem(400, f"the body is not an Arrow IPC stream of {what}: {said}", _SEE)
 
 
-class PiecewiseResponse(Response):
-    """A response that is sent in pieces.
-
-    While a client reads slowly, the connection buffers only one piece, not the whole response.
-    """
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for piece in in_pieces(self.body):
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def in_pieces(content: pa.Buffer | bytes | memoryview) -> Iterator[bytes]:
-    """Yield the content in pieces of _PIECE_BYTES."""
-    view = memoryview(content)
-    for start in range(0, len(view), _PIECE_BYTES):
-        yield bytes(view[start : start + _PIECE_BYTES])
-
-
 def arrow_response(table: pa.Table) -> Response:
     """Return a response that contains a table as an Arrow IPC stream."""
-    return PiecewiseResponse(memoryview(stream_buffer(table)), media_type=ARROW_STREAM)
+    return Response(stream_bytes(table), media_type=ARROW_STREAM)
 
 
 def json_response(answer: BaseModel) -> Response:
     """Return a response that contains a pydantic model as JSON. Call this in a thread if the response may be long."""
-    return PiecewiseResponse(answer.model_dump_json().encode(), media_type="application/json")
-
-
-def _too_long(max_bytes: int) -> Problem:
-    return Problem(413, f"the body is longer than {max_bytes:,} bytes", "split the request into several requests")
-
-
-def _record_batch_header(metadata: bytes) -> tuple[int, bool]:
-    """Return the number of rows in a record batch and whether the batch is compressed, from the metadata of its message."""
-    message = place(metadata, 0)
-    kind = field_at(metadata, message, _HEADER_TYPE)
-    if kind is None or metadata[kind] != _RECORD_BATCH:
-        raise pa.ArrowInvalid("a message in the stream is not a record batch")
-    at = field_at(metadata, message, _HEADER)
-    assert at is not None
-    batch = place(metadata, at)
-    length = field_at(metadata, batch, _LENGTH)
-    rows = struct.unpack_from("<q", metadata, length)[0] if length is not None else 0
-    if rows < 0:
-        raise pa.ArrowInvalid("a record batch has a negative number of rows")
-    return rows, field_at(metadata, batch, _COMPRESSION) is not None
-
-
-def place(data: bytes, at: int) -> int:
-    """Follow a forward reference in a flatbuffer: return the offset that the reference at offset `at` points to.
-
-    A message's metadata is a flatbuffer (see the page "Internals" in the documentation of github.com/google/flatbuffers).
-    """
-    return at + int(struct.unpack_from("<I", data, at)[0])
-
-
-def field_at(data: bytes, table: int, number: int) -> int | None:
-    """Return the offset of field `number` of the flatbuffer table at offset `table`, or None if the field is absent."""
-    vtable = table - struct.unpack_from("<i", data, table)[0]
-    entry = 4 + 2 * number
-    if vtable < 0 or entry >= struct.unpack_from("<H", data, vtable)[0]:
-        return None
-    offset = int(struct.unpack_from("<H", data, vtable + entry)[0])
-    return table + offset if offset else None
+    return Response(answer.model_dump_json(), media_type=JSON)

@@ -4,7 +4,7 @@ The settings list the allowed URI prefixes. The prefixes s3://, gs:// and az:// 
 scheme, and hf:// allows every dataset repository on the Hugging Face Hub. A prefix that names a repository without a revision
 allows the repository's files at every revision.
 
-The time limit (setting fetch_seconds) does not interrupt a request to an object store or the Hub. The client libraries have
+The time limit (_FETCH_SECONDS) does not interrupt a request to an object store or the Hub. The client libraries have
 their own timeouts, so a fetch may take a few minutes longer than the limit.
 """
 
@@ -36,6 +36,8 @@ _HUB = "hf"
 #: Matches the path of a URI that names a whole repository on the Hub, with or without a revision.
 _REPOSITORY = re.compile(r"/[\w.-]+/(?P<name>[\w.-]+)(@(refs/convert/parquet|[\w.-]+))?/?", re.ASCII)
 _CHUNK = 8 << 20
+#: Maximum duration of a fetch.
+_FETCH_SECONDS = 3_600.0
 #: Matches 1 to 4,096 characters. `#`, `?` and `%` are excluded, because libraries differ in what they make of them.
 _URI = re.compile(r"[A-Za-z0-9\-._~:/@!$&'()*+,;=]{1,4096}")
 _PARTS = re.compile(r"([A-Za-z][A-Za-z0-9]*)://([^/]*)(/.*)?")
@@ -108,13 +110,13 @@ def fetch(
         DatasetError: the URI is not allowed, or the dataset cannot be read or kept within the limits.
         LedgerError: there is no space left, and the ledger could not be read to find datasets that can be deleted.
     """
-    deadline = time.monotonic() + settings.fetch_seconds
+    deadline = time.monotonic() + _FETCH_SECONDS
 
     def check() -> None:
         if cancelled():
             raise FetchCancelledError("the job was cancelled, or the service is stopping")
         if time.monotonic() > deadline:
-            raise ValueError(f"the fetch took longer than {settings.fetch_seconds:g} seconds")
+            raise ValueError(f"the fetch took longer than {_FETCH_SECONDS:g} seconds")
 
     try:
         check_uri(uri, settings, config)

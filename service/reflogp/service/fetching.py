@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between readings of the ledger without a call of `look`, and between updates of a job's note about its fetch.
 _LOOK_SECONDS = 5.0
+#: Number of datasets that are fetched at the same time.
+_MOST_FETCHES = 4
 
 
 class Fetching:
@@ -51,7 +53,7 @@ class Fetching:
         self._on_failed = on_failed
         # id of a job whose dataset is being fetched -> (event that is set to stop the fetch, task)
         self._fetches: dict[str, tuple[threading.Event, asyncio.Task[None]]] = {}
-        self._threads = CapacityLimiter(settings.max_fetches)
+        self._threads = CapacityLimiter(_MOST_FETCHES)
         self._news = asyncio.Event()
 
     def look(self) -> None:
@@ -72,7 +74,7 @@ class Fetching:
         """Start a fetch for each queued job whose dataset has not been fetched yet. This coroutine never returns."""
         while True:
             self._news.clear()
-            free = self._settings.max_fetches - len(self._fetches)
+            free = _MOST_FETCHES - len(self._fetches)
             if free > 0:
                 but = [*self._fetches, *self._pending.jobs]
                 with suppress(LedgerError):  # the next round reads the ledger again

@@ -13,19 +13,17 @@ from reflogp.service.problems import Problem
 
 #: A request whose body has more bytes than this is large.
 LARGE_BYTES = 256 << 10
+#: Maximum number of large requests at the same time.
+_MOST = 4
 #: A large request that has waited for this many seconds is rejected.
 PATIENCE_SECONDS = 30.0
 
 
 class LargeRequests:
-    """A semaphore for large requests. Small requests never wait.
+    """A semaphore for large requests. Small requests never wait."""
 
-    Args:
-        most: maximum number of large requests at the same time.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._semaphore = asyncio.Semaphore(most)
+    def __init__(self) -> None:
+        self._semaphore = asyncio.Semaphore(_MOST)
 
     @asynccontextmanager
     async def turn_of(self, request: Request) -> AsyncIterator[None]:

@@ -167,14 +167,9 @@ class Job(BaseModel):
     id: str = Field(description="Id of the job. All routes for a job take this id.")
     state: JobState = Field(description="State of the job: `queued`, `running`, `done`, `failed` or `cancelled`.")
     settings: JobSettings = Field(description="Settings that the job was submitted with.")
-    dataset: DatasetSpec | None = Field(
-        description="Dataset of the job; null unless the caller's token has the scope `read` or submitted the job."
-    )
+    dataset: DatasetSpec | None = Field(description="Dataset of the job.")
     reference_id: str = Field(description="Id of the job's reference: a digest of the model's content and dtypes.")
-    submitted_by: str = Field(
-        description="Name of the token that first submitted the job. Empty unless the caller's token has the scope `read` or is"
-        " this token."
-    )
+    submitted_by: str = Field(description="Name of the token that first submitted the job.")
     created_at: datetime = Field(description="Time when the job was first submitted.")
     started_at: datetime | None = Field(None, description="Time when the latest attempt began.")
     finished_at: datetime | None = Field(None, description="Time when the job finished, failed or was cancelled.")

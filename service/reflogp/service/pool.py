@@ -35,16 +35,13 @@ logger = logging.getLogger(__name__)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
 #: A worker counts as broken after this many consecutive failed starts. A start fails if the process ends before it is ready.
 _BROKEN_AFTER = 3
-#: Seconds between checks of a worker's memory use and its answers to pings. A short `silence_seconds` makes the checks more
-#: frequent.
+#: Seconds between checks of a worker's memory use and its answers to pings.
 _LOOK_SECONDS = 2.0
-#: A starting worker may take this many times `silence_seconds` to answer its first ping, because it has to import its libraries
-#: first.
-_START_FACTOR = 10
-#: A worker that leaves a ping unanswered counts as late after this fraction of `silence_seconds`, and is killed after
-#: `silence_seconds`.
-_LATE_PART = 0.25
-#: A warning is logged when a forward pass has taken this many seconds, and again after each further period of this length.
+#: A worker that leaves a ping unanswered counts as late after _LATE_SECONDS, and is killed after _SILENCE_SECONDS; before its
+#: first answer, when it imports its libraries, after _START_SECONDS.
+_LATE_SECONDS, _SILENCE_SECONDS, _START_SECONDS = 15.0, 60.0, 600.0
+#: A warning is logged when a forward pass has taken this many seconds, and again after each further period of this length. The
+#: pass is not stopped: a long pass cannot be told from one that hangs.
 _LONG_PASS_SECONDS = 600.0
 #: When the pool closes, workers that have not exited after this many seconds are killed.
 _END_SECONDS = 25.0
@@ -165,10 +162,6 @@ class Pool:
             pool is closing, it is not called.
         max_worker_bytes: memory limit of a worker in bytes, or None for no limit. A worker that uses more is killed, so that
             the operating system does not kill another process instead.
-        silence_seconds: maximum time in seconds for a worker to answer a ping. A worker that takes longer is killed. A worker
-            that is still starting may take ten times as long.
-        max_pass_seconds: maximum duration of a forward pass in seconds, or None for no limit. A worker whose pass takes longer
-            is killed.
     """
 
     def __init__(
@@ -177,16 +170,11 @@ class Pool:
         on_frame: Frames,
         on_death: Deaths,
         max_worker_bytes: int | None,
-        silence_seconds: float,
-        max_pass_seconds: float | None,
     ) -> None:
         self.workers = [WorkerHandle(number, entry) for number, entry in enumerate(configurations)]
         self._on_frame = on_frame
         self._on_death = on_death
         self._max_worker_bytes = max_worker_bytes
-        self._silence_seconds = silence_seconds
-        self._max_pass_seconds = max_pass_seconds
-        self._look_seconds = min(_LOOK_SECONDS, silence_seconds * _LATE_PART / 2)
         self._closing = False
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -266,9 +254,9 @@ class Pool:
         """Check all workers every few seconds. This coroutine never returns."""
         last = trimmed = time.monotonic()
         while True:
-            await asyncio.sleep(self._look_seconds)
+            await asyncio.sleep(_LOOK_SECONDS)
             now = time.monotonic()
-            passed = min(now - last, 2 * self._look_seconds)  # if this process was paused, ignore the pause
+            passed = min(now - last, 2 * _LOOK_SECONDS)  # if this process was paused, ignore the pause
             last = now
             await asyncio.gather(*(self._look(worker, passed) for worker in self.workers))
             if now - trimmed > _TRIM_SECONDS:
@@ -279,14 +267,12 @@ class Pool:
         if worker.process is None:
             worker.memory_bytes = 0
             return
-        worker.ask(passed, self._silence_seconds * _LATE_PART)
-        allowed = self._silence_seconds * (1 if worker.answered else _START_FACTOR)
+        worker.ask(passed, _LATE_SECONDS)
+        allowed = _SILENCE_SECONDS if worker.answered else _START_SECONDS
         doing, seconds = worker.doing or ("", 0.0)
         if worker.silent_seconds > allowed:
             worker.kill(f"the worker did not answer for {worker.silent_seconds:.0f} seconds")
-        elif doing == "pass" and self._max_pass_seconds is not None and seconds > self._max_pass_seconds:
-            worker.kill(f"one forward pass took more than {self._max_pass_seconds:g} seconds (max_pass_seconds)")
-        elif doing == "pass" and seconds > _LONG_PASS_SECONDS and seconds % _LONG_PASS_SECONDS < 2 * self._look_seconds:
+        elif doing == "pass" and seconds > _LONG_PASS_SECONDS and seconds % _LONG_PASS_SECONDS < 2 * _LOOK_SECONDS:
             logger.warning(
                 "worker %d has been computing one forward pass for %.0f seconds and may be hanging", worker.number, seconds
             )

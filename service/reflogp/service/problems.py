@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match
 
-from reflogp.service.errors import LedgerError
+from reflogp.service.errors import LedgerDamagedError, LedgerError
 from reflogp.store import (
     DamagedStoreError,
     ReferenceNotFoundError,
@@ -80,6 +80,8 @@ class Problem(Exception):
 
 def problem_of(error: ReflogpError) -> Problem:
     """Return the Problem for a reflogp error. If the error matches no class in _STATUS, the status is 500."""
+    if isinstance(error, LedgerDamagedError):  # its message names a folder of the service's machine
+        error = LedgerError("the ledger of jobs is damaged, and the service stops: its log has the reason and the next step")
     for kind, status, next_step in _STATUS:
         if isinstance(error, kind):
             headers = {"Retry-After": _LEDGER_SECONDS} if isinstance(error, LedgerError) else None
@@ -102,11 +104,7 @@ def install(app: FastAPI) -> None:
     async def _(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        return Problem(
-            422,
-            f"{where}: {first['msg']}",
-            _SEE_API,
-        ).response()
+        return Problem(422, f"{where}: {first['msg']}", _SEE_API).response()
 
     @app.exception_handler(HTTPException)
     async def _(request: Request, error: HTTPException) -> JSONResponse:

@@ -107,7 +107,6 @@ class ReferenceRegistry:
             for name, entry in settings.references.items()
         }
         self._models = dict(settings.references)
-        self._engines = {name: entry.engine for name, entry in settings.references.items()}
         self._tables: dict[str, LogprobTable] = {}
         self._locks: dict[str, Lock] = {}
         #: Threads for all calls that read the store.
@@ -204,7 +203,8 @@ class ReferenceRegistry:
     def supports_temperature(self, reference_id: str) -> bool:
         """Return whether a reference's engine can compute log-probs at temperatures other than 1."""
         return any(
-            reference.reference_id == reference_id and self._engines[name] == "torch" for name, reference in self._named.items()
+            reference.reference_id == reference_id and self._models[name].engine == "torch"
+            for name, reference in self._named.items()
         )
 
     def table(self, name_or_id: str) -> LogprobTable:

@@ -14,7 +14,6 @@ import ctypes
 import logging
 import resource
 import sys
-from collections.abc import Callable
 from types import FrameType
 from typing import Any, Literal
 
@@ -22,6 +21,8 @@ import uvicorn
 from pythonjsonlogger.json import JsonFormatter
 
 from reflogp.service.app import create_app
+from reflogp.service.context import Context
+from reflogp.service.errors import LedgerDamagedError
 from reflogp.service.log_lines import FIELDS, LogLine
 from reflogp.service.request_ids import add_request_id
 from reflogp.service.settings import ServerSettings
@@ -58,13 +59,16 @@ _M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 512 << 10
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, on_exit: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, context: Context) -> None:
         super().__init__(config)
-        self._on_exit = on_exit
+        self._context = context
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._on_exit()
-        super().handle_exit(sig, frame)
+        self._context.precompute.drain()
+        if isinstance(self._context.ledger.trouble, LedgerDamagedError):
+            self.should_exit = True  # uvicorn would end the process by the signal, which supervisors take for a success
+        else:
+            super().handle_exit(sig, frame)
 
 
 def _allow_connections() -> None:
@@ -86,7 +90,10 @@ def _give_memory_back() -> None:
 
 
 def run(settings: ServerSettings) -> None:
-    """Run the service, and return when it has stopped. Raise the same errors as `create_app`."""
+    """Run the service, and return when it has stopped.
+
+    Raise the same errors as `create_app`, and LedgerDamagedError if the service has stopped because its ledger is damaged.
+    """
     app = create_app(settings)
     install_logging(settings.log_format)
     _allow_connections()
@@ -100,6 +107,9 @@ def run(settings: ServerSettings) -> None:
         timeout_graceful_shutdown=_GRACE_SECONDS,
         log_config=None,
         server_header=False,
-        access_log=settings.access_log,
+        access_log=False,  # a proxy has one, and /metrics counts and times requests
     )
-    _Server(config, app.state.context.precompute.drain).run()
+    context: Context = app.state.context
+    _Server(config, context).run()
+    if isinstance(context.ledger.trouble, LedgerDamagedError):
+        raise context.ledger.trouble

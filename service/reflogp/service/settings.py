@@ -11,6 +11,8 @@ Example of a settings file, with the corresponding environment variables:
     name = "trainers"
     sha256 = "…"                            # digest of the token; `reflogp token trainers --config serve.toml` writes these
     scopes = ["score"]
+
+A number that hardly any operator would change is no setting, but a constant beside its use.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ Scope = Literal["read", "score", "admin"]
 SCOPES: tuple[str, ...] = get_args(Scope)
 
 
-_OF_REMOTE = ("url", "served_model", "concurrency", "patience_seconds", "check_claim")
+_OF_REMOTE = ("url", "served_model", "concurrency", "check_claim")
 
 
 class ReferenceSettings(BaseModel):
@@ -64,11 +66,6 @@ class ReferenceSettings(BaseModel):
     engine: EngineName = Field(
         "torch", description="Engine that computes log-probs: `torch`, `vllm` or `remote` (a running `vllm serve`)."
     )
-    vllm_python: str | None = Field(
-        None,
-        description="vllm: Python interpreter of an environment with vLLM and reflogp. Default: $REFLOGP_VLLM_PYTHON, or the "
-        "Python that runs the worker.",
-    )
     tensor_parallel: int = Field(
         1,
         ge=1,
@@ -85,9 +82,6 @@ class ReferenceSettings(BaseModel):
         None, description="remote: name of the model on the server. Default: the server's model, if it has only one."
     )
     concurrency: int = Field(64, ge=1, description="remote: maximum number of concurrent requests to the server.")
-    patience_seconds: float = Field(
-        300.0, gt=0, description="remote: maximum time in seconds to wait while the server is unreachable or busy."
-    )
     check_claim: bool = Field(
         True,
         description="remote: before storing any values, score a few sequences both locally and on the server, and compare the "
@@ -96,7 +90,7 @@ class ReferenceSettings(BaseModel):
 
     @model_validator(mode="after")
     def _options_fit_the_engine(self) -> ReferenceSettings:
-        owners = {"vllm": ("vllm_python", "tensor_parallel", "vllm_options"), "remote": _OF_REMOTE}
+        owners = {"vllm": ("tensor_parallel", "vllm_options"), "remote": _OF_REMOTE}
         for owner, names in owners.items():
             given = sorted(self.model_fields_set.intersection(names))
             if given and self.engine != owner:
@@ -155,31 +149,12 @@ class ServerSettings(BaseSettings):
     max_body_bytes: int = Field(
         64 << 20, gt=0, description="Maximum size of a request body in bytes. For uploads, max_upload_bytes applies instead."
     )
-    max_json_bytes: int = Field(
-        2 << 20,
-        gt=0,
-        description="Maximum size of a JSON body in bytes. Larger lookups and scoring requests must be sent as Arrow streams.",
-    )
-    max_large_requests: int = Field(
-        4,
-        gt=0,
-        description="Maximum number of requests of more than 256 KiB that are read, decoded or answered at the same time. "
-        "Others wait for up to 30 seconds and are then rejected with 503.",
-    )
-    max_lookup_keys: int = Field(2_000_000, gt=0, description="Maximum number of keys in one lookup.")
-    max_answer_bytes: int = Field(
-        1 << 30, gt=0, description="Maximum size in bytes of the token values in the response to a lookup."
-    )
     state: Path | None = Field(
         None,
         description="State folder for jobs, uploads and results. Default: a folder for this store in ~/.local/state/reflogp.",
     )
     keep_days: float = Field(30.0, gt=0, description="Number of days to keep ended jobs and their results.")
     log_format: Literal["text", "json"] = Field("text", description="Format of the log; json writes one JSON object per line.")
-    access_log: bool = Field(
-        False,
-        description="Write a log line for each request. Requests are counted and timed in /metrics even without this setting.",
-    )
     # workers
     devices: list[str] = Field(
         ["all"],
@@ -207,56 +182,12 @@ class ServerSettings(BaseSettings):
         description="Maximum memory of a worker and its child processes, in bytes. A worker that uses more is killed and "
         "restarted. Default: 9/10 of the memory of the machine or container.",
     )
-    worker_silence_seconds: float = Field(
-        60.0,
-        gt=0,
-        description="Maximum time in seconds that a worker may take to answer a ping. A worker that takes longer is killed and "
-        "restarted. A worker that is still starting gets ten times as long. Workers answer pings even while they load a model "
-        "or compute a long forward pass.",
-    )
-    max_pass_seconds: float | None = Field(
-        None,
-        gt=0,
-        description="Maximum duration of one forward pass, in seconds. A worker that takes longer is killed and restarted. "
-        "Default: no limit, because a long pass cannot be distinguished from one that hangs. Passes that take more than ten "
-        "minutes are reported in the log.",
-    )
-    # jobs
-    ledger_seconds: float = Field(
-        5.0,
-        gt=0,
-        description="Maximum time in seconds that a request waits when the job ledger is locked or its disk fails. After that, "
-        "the request is rejected with 503.",
-    )
+    # queues
     max_waiting_jobs: int = Field(
         100_000, gt=0, description="Maximum number of queued jobs; further jobs are rejected with 429."
     )
-    commit_seconds: float = Field(
-        5.0, gt=0, description="Maximum time in seconds between computing a job's values and committing them."
-    )
-    max_tokens_bytes: int = Field(
-        20 << 30,
-        gt=0,
-        description="Maximum size in bytes of the token-id cache, which avoids tokenizing the same dataset twice.",
-    )
-    # online scoring
-    window_seconds: float = Field(
-        0.002,
-        ge=0,
-        le=1,
-        description="Time in seconds that a scoring request waits for further requests, so that their sequences can be scored "
-        "in the same forward passes. A request waits only if two requests overlapped within the last second.",
-    )
-    max_score_sequences: int = Field(4_096, gt=0, description="Maximum number of sequences in one scoring request.")
-    max_score_tokens: int = Field(4 << 20, gt=0, description="Maximum number of tokens in one scoring request.")
     max_queued_tokens: int = Field(
         16 << 20, gt=0, description="Maximum number of tokens queued for a worker; further requests are rejected with 429."
-    )
-    deadline_seconds: float = Field(
-        300.0,
-        gt=0,
-        description="Maximum time in seconds that a scoring request without deadline_ms waits for its values. After that, the "
-        "request is rejected with 504.",
     )
     # datasets
     dataset_roots: list[Path] = Field(
@@ -269,28 +200,10 @@ class ServerSettings(BaseSettings):
     )
     max_upload_bytes: int = Field(8 << 30, gt=0, description="Maximum size in bytes of one upload or fetched dataset.")
     max_uploads_bytes: int = Field(
-        64 << 30, gt=0, description="Maximum total size in bytes of all uploads and fetched datasets."
-    )
-    max_uploads: int = Field(10_000, gt=0, description="Maximum number of uploads; further uploads are rejected with 507.")
-    max_fetches: int = Field(
-        4, gt=0, description="Maximum number of datasets that are fetched at the same time; further fetches wait."
-    )
-    fetch_seconds: float = Field(
-        3_600.0,
+        64 << 30,
         gt=0,
-        description="Maximum duration of a fetch, in seconds. A fetch that takes longer is stopped, and its job fails.",
-    )
-    row_seconds: float = Field(
-        10.0,
-        gt=0,
-        le=3600,
-        description="Maximum CPU time in seconds to tokenize a row. Rows that need more are skipped as bad rows.",
-    )
-    max_reader_bytes: int | None = Field(
-        None,
-        ge=2 << 30,
-        description="Maximum memory in bytes of the process that reads and tokenizes a job's dataset, in addition to what its "
-        "libraries take. By default, 8 GiB, or half of the machine's memory if that is less.",
+        description="Maximum total size in bytes of all uploads and fetched datasets. The token ids of datasets, which are "
+        "kept so that no dataset is tokenized twice, take up to a third of this size in addition.",
     )
 
     @model_validator(mode="after")

@@ -1,21 +1,12 @@
 """Reject requests from other sites' pages, and add security headers to every response.
 
-Any page can make a browser send requests to this service. Such requests may carry this service's cookies, and may come from a
-browser behind the firewall that protects the service. Three headers distinguish requests made by other sites' pages from
-requests made by this service's own pages or by programs:
+Any page can make a browser send requests to this service, even from behind the firewall that protects it. Such requests are
+recognized by three headers: Host (DNS rebinding lets an attacker's host name lead to this machine), Sec-Fetch-Site and Origin,
+which browsers set and pages cannot. Browsers send Origin with every request that can change something, and Sec-Fetch-Site over
+HTTPS and to loopback addresses. Programs send neither of the two, and are accepted.
 
-- Host is the host name in the request's URL. An attacker can make a host name of their own resolve to 127.0.0.1 (DNS
-  rebinding), so unknown host names are rejected (SameSiteGuard states the exceptions).
-- Sec-Fetch-Site says whether the page that sent the request has the same origin as this service, has another origin on the same
-  site, or belongs to another site. Pages cannot set Sec-Fetch-Site. Browsers send Sec-Fetch-Site only over HTTPS and to
-  loopback addresses.
-- Origin is the scheme, host and port of the page's URL. Browsers send Origin with every request that can change something.
-
-Programs (curl, clients, Prometheus) send neither Sec-Fetch-Site nor Origin and are accepted. Requests with methods that can
-change something are checked in the same way as in Go's net/http.CrossOriginProtection. For requests with read-only methods, the
-checks are stricter than the standard resource isolation policy (web.dev/articles/fetch-metadata) in two ways. A page that has
-another origin on the same site as this service is treated like a page of another site. Neither kind of page can show this
-service's pages in frames.
+Requests that can change something are checked as in Go's net/http.CrossOriginProtection. Requests that only read may not come
+from another site either, except the one that opens a page through a link (web.dev/articles/fetch-metadata).
 """
 
 from __future__ import annotations
@@ -40,10 +31,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 
-SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-#: Values of Sec-Fetch-Dest ("" if the header is missing) in requests that open a page through a link. Requests for a frame,
-#: object or image in another page have other values.
-_OPENED = ("document", "")
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/?#@\\,]+)(?::(\d{1,5}))?")
 _PORTS = {"http": "80", "https": "443"}
 
@@ -83,10 +71,7 @@ class SameSiteGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         problem = self._refused(scope["method"], Headers(scope=scope)) if scope["type"] == "http" else None
-        if problem is not None:
-            await problem.response()(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+        await (self._app if problem is None else problem.response())(scope, receive, send)
 
     def _refused(self, method: str, headers: Headers) -> Problem | None:
         host = headers.get("host")
@@ -94,7 +79,7 @@ class SameSiteGuard:
             address = "an IP address" if self._has_tokens else "127.0.0.1"
             next_step = f"use {address}, localhost, or a name listed in the setting allowed_hosts"
             return Problem(403, "the service does not accept this host name", next_step)
-        if is_from_elsewhere(method, headers):
+        if _is_from_elsewhere(method, headers):
             return Problem(
                 403,
                 "the request was made from a page on another site",
@@ -117,53 +102,30 @@ class SameSiteGuard:
         return address.is_loopback or self._has_tokens or name in self._allowed
 
 
-def is_from_elsewhere(method: str, headers: Headers) -> bool:
-    """Return whether a request's headers show that a browser sent it on behalf of another site's page.
-
-    Links on other sites may open pages of this service, so return False for the request that opens a page through a link. Also
-    return False for a request with neither Sec-Fetch-Site nor Origin.
-    """
-    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
-    if method in SAFE_METHODS:
-        if site in (None, "same-origin", "none"):
-            return False
-        return headers.get("sec-fetch-mode") != "navigate" or headers.get("sec-fetch-dest", "") not in _OPENED
-    if site is not None:
-        return site not in ("same-origin", "none")
-    return origin is not None and not _names(origin, headers)
-
-
 def is_of_own_page(headers: Headers) -> bool:
-    """Return whether a form was sent from a page of this service.
-
-    This is decided by the Sec-Fetch-Site header or, if the request has none, by the Origin header.
-    """
-    site = headers.get("sec-fetch-site")
-    if site is not None:
-        return site == "same-origin"
-    return _names(headers.get("origin", ""), headers)
+    """Return whether a form that SameSiteGuard has admitted was sent by a browser, and so from a page of this service."""
+    return "sec-fetch-site" in headers or "origin" in headers
 
 
-def _names(origin: str, headers: Headers) -> bool:
-    """Return whether an origin has the host and port of the request, as given by Host or by X-Forwarded-Host (set by proxies).
-
-    X-Forwarded-Host can be trusted here: a page of another site cannot make a browser send it, because the browser would first
-    send a preflight request, which this service always rejects.
-    """
-    scheme, _, authority = origin.partition("://")
-    if scheme not in _PORTS:
+def _is_from_elsewhere(method: str, headers: Headers) -> bool:
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    if site in ("same-origin", "none"):
         return False
-    asked = (headers.get("host", ""), headers.get("x-forwarded-host", "").split(",")[0].strip())
-    own = _place(authority, scheme)
-    return own is not None and any(_place(host, scheme) == own for host in asked)
+    if method in _SAFE_METHODS:
+        through_a_link = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest", "") in ("document", "")
+        return site is not None and not through_a_link
+    return site is not None or (origin is not None and not _is_own_origin(origin, headers))
 
 
-def _place(authority: str, scheme: str) -> tuple[str, str] | None:
-    """Parse the authority part of a URL (host and optional port).
+def _is_own_origin(origin: str, headers: Headers) -> bool:
+    scheme, _, authority = origin.partition("://")
+    own = _host_and_port(authority, scheme)
+    return own is not None and own == _host_and_port(headers.get("host", ""), scheme)
 
-    Return the host and the port, or None if the text is invalid. If the text has no port, return the scheme's default port.
-    """
-    found = _HOST.fullmatch(authority)
+
+def _host_and_port(authority: str, scheme: str) -> tuple[str, str] | None:
+    """Parse `HOST` or `HOST:PORT` of a URL. Return None if the text or the scheme is not of a web page."""
+    found = _HOST.fullmatch(authority) if scheme in _PORTS else None
     return (found[1].lower(), found[2] or _PORTS[scheme]) if found else None
 
 

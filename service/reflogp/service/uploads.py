@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,12 +12,11 @@ from reflogp.service.dataset_files import DatasetFiles, Incoming
 from reflogp.service.ledger import Ledger
 from reflogp.service.models import Upload
 from reflogp.service.problems import Problem
-from reflogp.service.settings import ServerSettings
 
 #: Number of received bytes to collect in memory before a background thread writes them to disk.
 _WRITE_BYTES = 256 << 10
-#: An upload is stopped if nothing arrives for this many seconds, because it holds a part of the space for datasets.
-_STALL_SECONDS = 60.0
+#: Maximum number of uploads.
+_MOST_UPLOADS = 10_000
 
 
 class Uploads:
@@ -27,10 +25,9 @@ class Uploads:
     `get`, `delete` and `resolve` raise Problem 404 for an unknown name.
     """
 
-    def __init__(self, files: DatasetFiles, ledger: Ledger, settings: ServerSettings) -> None:
+    def __init__(self, files: DatasetFiles, ledger: Ledger) -> None:
         self._files = files
         self._ledger = ledger
-        self._most = settings.max_uploads
 
     async def receive(self, name: str, chunks: AsyncIterator[bytes], declared_length: int | None) -> tuple[Upload, bool]:
         """Receive a file, record its name, and return the upload and whether its name is new.
@@ -42,8 +39,8 @@ class Uploads:
             declared_length: the request's Content-Length, or None if it is missing or invalid.
 
         Raises:
-            Problem: 408 if the content stops arriving, 413 if the file is too large, 422 if the file is empty, 507 if there is
-                not enough space or there are too many uploads.
+            Problem: 413 if the file is too large, 422 if the file is empty, 507 if there is not enough space or there are too
+                many uploads.
         """
         file, digest, size = await self._receive(str(dataset_suffix(name)), chunks, declared_length)
         return await to_thread.run_sync(self._put, name, file.name, size, digest)
@@ -89,28 +86,23 @@ class Uploads:
 
     def _put(self, name: str, content_name: str, size: int, sha256: str) -> tuple[Upload, bool]:
         created = self._ledger.upload(name) is None
-        if created and len(self._ledger.uploads()) >= self._most:
-            detail = f"there are already {self._most:,} uploads"
+        if created and len(self._ledger.uploads()) >= _MOST_UPLOADS:
+            detail = f"there are already {_MOST_UPLOADS:,} uploads"
             raise Problem(507, detail, "delete uploads that you no longer need (DELETE /v1/uploads/NAME)")
         self._ledger.put_upload(name, content_name, size, sha256)
         return self.get(name), created
 
 
 async def _blocks(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Join chunks into larger blocks, and yield the blocks. Raise Problem 408 if the chunks stop arriving."""
+    """Join chunks into larger blocks, and yield the blocks."""
     block = bytearray()
-    while True:
-        try:
-            async with asyncio.timeout(_STALL_SECONDS):
-                chunk = await anext(chunks, None)
-        except TimeoutError:
-            raise Problem(408, f"nothing arrived for {_STALL_SECONDS:.0f} seconds", "send the file again") from None
-        block += chunk or b""
-        if len(block) >= _WRITE_BYTES or (chunk is None and block):
+    async for chunk in chunks:
+        block += chunk
+        if len(block) >= _WRITE_BYTES:
             yield bytes(block)
             block.clear()
-        if chunk is None:
-            return
+    if block:
+        yield bytes(block)
 
 
 def _unknown(name: str) -> Problem:

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.responses import FileResponse
 
 from reflogp.service.auth import requires
-from reflogp.service.bodies import JSON, PiecewiseResponse, body_schemas, read_json, require_type, stream_chunks
+from reflogp.service.bodies import JSON, body_schemas, read_json, require_type, stream_chunks
 from reflogp.service.context import Context
 from reflogp.service.large_requests import content_length
 from reflogp.service.ledger import Ledger
@@ -27,7 +27,6 @@ DATASET_TYPES = {
     "application/vnd.apache.arrow.file": ".arrow",
 }
 _PARQUET = "application/vnd.apache.parquet"
-_MAX_JSON = 1 << 20
 #: Number of jobs read from the ledger at once, and size of a page's JSON in bytes after which no more jobs are added.
 _JOBS_AT_ONCE, _PAGE_BYTES = 50, 4 << 20
 _JobId = Annotated[str, Path(description="Id of the job, as returned when the job was submitted.")]
@@ -47,10 +46,10 @@ def jobs_router(context: Context) -> APIRouter:
         response_model=Job,
         response_description="The queued job. The `Location` header contains the path of the job.",
         responses={
-            **documented(400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 503, 507),
+            **documented(400, 401, 403, 404, 409, 413, 415, 422, 429, 503, 507),
             200: {"model": Job, "description": "The existing job, which was submitted earlier."},
         },
-        openapi_extra=body_schemas(JobRequest, *DATASET_TYPES),
+        openapi_extra=body_schemas("/v1/jobs", JobRequest, *DATASET_TYPES),
     )
     async def submit(
         request: Request,
@@ -82,7 +81,7 @@ def jobs_router(context: Context) -> APIRouter:
         kind = require_type(request, JSON, *DATASET_TYPES)
         if kind in DATASET_TYPES:
             if query.reference is None:
-                raise Problem(404, "the query string does not name a reference", "add ?reference=NAME")
+                raise Problem(422, "the query string does not name a reference", "add ?reference=NAME")
             context.registry.model_of(query.reference)
             chunks, length = stream_chunks(request), content_length(request)
             received = await context.uploads.receive_nameless(DATASET_TYPES[kind], chunks, length)
@@ -91,7 +90,7 @@ def jobs_router(context: Context) -> APIRouter:
             job, new = await precompute.submit(asked, who, idempotency_key, received)
         else:
             async with context.large.turn_of(request):
-                asked = await read_json(request, JobRequest, min(_MAX_JSON, settings.max_body_bytes, settings.max_json_bytes))
+                asked = await read_json(request, JobRequest, settings.max_body_bytes)
             job, new = await precompute.submit(asked, who, idempotency_key)
         response.status_code = 201 if new else 200
         response.headers["Location"] = f"/v1/jobs/{job.id}"
@@ -229,4 +228,4 @@ def _page(ledger: Ledger, state: JobState | None, before: str | None, limit: int
         before = found.next_before
         if before is None or len(jobs) >= limit or size >= _PAGE_BYTES:
             rest = f'"counts":{json.dumps(found.counts)},"next_before":{json.dumps(before)}'
-            return PiecewiseResponse(f'{{"jobs":[{",".join(jobs)}],{rest}}}', media_type="application/json")
+            return Response(f'{{"jobs":[{",".join(jobs)}],{rest}}}', media_type=JSON)

@@ -9,19 +9,17 @@ from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
-from anyio import to_thread
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
-from reflogp.service.answers import answer_messages, answer_parts, answer_table
+from reflogp.service.answers import answer_messages, answer_table
 from reflogp.service.auth import requires
 from reflogp.service.bodies import (
     JSON,
     body_schemas,
-    in_pieces,
+    decoded,
     json_response,
-    keys_body_bytes,
     keys_of,
     read_body,
     read_json,
@@ -37,11 +35,12 @@ from reflogp.store.schema import ARROW_STREAM
 from reflogp.store.snapshot import Found
 from reflogp.store.texts import hide_secrets
 
-#: The token values in one batch of a response take at most this many bytes. For each batch, the row groups that contain its
-#: keys are read. Larger batches reduce the amount read in total, but need more memory.
-_BATCH_BYTES = 4 << 20
+#: Maximum number of keys in one lookup.
+_MAX_KEYS = 2_000_000
 #: Maximum number of token values in a JSON response.
 _MAX_JSON_VALUES = 250_000
+#: Size in bytes of the pieces in which a batch is sent.
+_PIECE_BYTES = 256 << 10
 
 
 class ReferenceInfo(BaseModel):
@@ -122,11 +121,8 @@ def lookups_router(context: Context) -> APIRouter:
 
         return References(store=hide_secrets(registry.store.uri), references=await registry.threads.run(described))
 
-    def find(snapshot: Snapshot, keys: pa.FixedSizeBinaryArray, values: bool, most: int) -> Found:
-        """Look keys up. Raise Problem 413 if `values` is set and the keys' token values take more than `most` bytes."""
+    def find(snapshot: Snapshot, keys: pa.FixedSizeBinaryArray) -> Found:
         found = snapshot.find(keys)
-        if values and 4 * int(found.lengths.clip(min=0).sum(dtype=np.int64)) > most:
-            raise Problem(413, f"the values of these keys take more than {most:,} bytes", "look up fewer keys in one request")
         missing = int((found.lengths < 0).sum())
         context.metrics.lookup_keys.labels("no").inc(missing)
         context.metrics.lookup_keys.labels("yes").inc(len(keys) - missing)
@@ -138,8 +134,8 @@ def lookups_router(context: Context) -> APIRouter:
         summary="Look keys up",
         response_model=LookupAnswer,
         response_description="One entry per key, in the order of the request.",
-        responses={**documented(400, 401, 403, 404, 408, 413, 415, 422, 503), 200: {"content": {ARROW_STREAM: {}}}},
-        openapi_extra=body_schemas(LookupRequest, ARROW_STREAM),
+        responses={**documented(400, 401, 403, 404, 413, 415, 422, 503), 200: {"content": {ARROW_STREAM: {}}}},
+        openapi_extra=body_schemas("/v1/lookup", LookupRequest, ARROW_STREAM),
     )
     async def lookup(
         request: Request,
@@ -162,25 +158,31 @@ def lookups_router(context: Context) -> APIRouter:
         and snapshot. If the request body is JSON, so is the response.
         """
         if require_type(request, JSON, ARROW_STREAM) == ARROW_STREAM:
-            longest = min(settings.max_body_bytes, keys_body_bytes(settings.max_lookup_keys))
             found_in = await registry.threads.run(registry.snapshot, reference, snapshot)
             async with context.large.turn_of(request):
-                body = await read_body(request, longest)
-                keys = await to_thread.run_sync(keys_of, body, settings.max_lookup_keys)
+                body = await read_body(request, settings.max_body_bytes)
+                keys = await decoded(lambda body: keys_of(body, _MAX_KEYS), body)
                 del body
-            found = await registry.threads.run(find, found_in, keys, values, settings.max_answer_bytes)
-            messages = answer_messages(found_in, found, values, answer_parts(found, values, _BATCH_BYTES))
-            is_large = values and 4 * int(found.lengths.clip(min=0).sum(dtype=np.int64)) > LARGE_BYTES
-            return await _streamed(messages, registry.threads, context.large if is_large else None)
+            found = await registry.threads.run(find, found_in, keys)
+            is_large = values and 4 * _value_count(found) > LARGE_BYTES
+            answer = answer_messages(found_in, found, values)
+            return await _streamed(answer, registry.threads, context.large if is_large else None)
         async with context.large.turn_of(request):
-            asked = await read_json(request, LookupRequest, min(settings.max_body_bytes, settings.max_json_bytes))
+            asked = await read_json(request, LookupRequest, settings.max_body_bytes)
         found_in = await registry.threads.run(registry.snapshot, reference, snapshot)
         keys = pa.array([bytes.fromhex(key) for key in asked.keys], KEY_TYPE)
-        most = min(settings.max_answer_bytes, 4 * _MAX_JSON_VALUES)
-        found = await registry.threads.run(find, found_in, keys, asked.values, most)
+        found = await registry.threads.run(find, found_in, keys)
+        if asked.values and _value_count(found) > _MAX_JSON_VALUES:
+            raise Problem(
+                413, f"these keys have more than {_MAX_JSON_VALUES:,} values", "look up fewer keys, or send an Arrow stream"
+            )
         return await registry.threads.run(_json, found_in, found, asked.values)
 
     return router
+
+
+def _value_count(found: Found) -> int:
+    return int(found.lengths.clip(min=0).sum(dtype=np.int64))
 
 
 def _json(snapshot: Snapshot, found: Found, values: bool) -> Response:
@@ -205,8 +207,9 @@ async def _streamed(messages: Iterator[pa.Buffer], threads: Threads, large: Larg
     async def pieces() -> AsyncIterator[bytes]:
         ready = first
         while ready:
-            for piece in in_pieces(ready.pop(0)):
-                yield piece
+            message = memoryview(ready.pop(0))
+            for start in range(0, len(message), _PIECE_BYTES):  # the connection of a slow reader copies only one piece
+                yield bytes(message[start : start + _PIECE_BYTES])
             ready = ready or await after(1, None)
 
     return StreamingResponse(pieces(), media_type=ARROW_STREAM)

@@ -15,26 +15,27 @@ from reflogp.service.bodies import (
     JSON,
     arrow_response,
     body_schemas,
-    bounded_tokens,
+    decoded,
     json_response,
     read_body,
     read_json,
     require_type,
-    sequences_body_bytes,
     sequences_of,
+    too_many_tokens,
 )
 from reflogp.service.context import Context
 from reflogp.service.online import Scored
 from reflogp.service.problems import documented
-from reflogp.service.worker.protocol import SEQUENCES
+from reflogp.service.worker.protocol import SEQUENCES, token_count
 from reflogp.store.schema import ARROW_STREAM
 
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], FailFast()]
+#: Maximum number of sequences and of tokens in one request.
+_MAX_SEQUENCES, _MAX_TOKENS = 4_096, 4 << 20
+#: Maximum time in seconds that a request without deadline_ms waits for its values.
+_DEADLINE_SECONDS = 300.0
 #: Status that nginx logs when a caller has disconnected. Here it is used only in metrics.
 _CLIENT_GONE = 499
-#: A body of at most this many bytes is decoded in the event loop, because starting a thread would take longer than decoding the
-#: body.
-_DECODED_AT_ONCE = 1 << 20
 
 
 class SequenceBody(BaseModel):
@@ -79,7 +80,6 @@ class ScoreAnswer(BaseModel):
 def scores_router(context: Context) -> APIRouter:
     """Return the route for online scoring."""
     router = APIRouter(dependencies=[Depends(requires("score", context.settings.tokens))])
-    settings = context.settings
 
     @router.post(
         "/v1/score",
@@ -88,10 +88,10 @@ def scores_router(context: Context) -> APIRouter:
         response_model=ScoreAnswer,
         response_description="The values of the sequences, in the order of the request.",
         responses={
-            **documented(400, 401, 403, 404, 408, 413, 415, 422, 429, 500, 503, 504),
+            **documented(400, 401, 403, 404, 413, 415, 422, 429, 500, 503, 504),
             200: {"content": {ARROW_STREAM: {}}},
         },
-        openapi_extra=body_schemas(ScoreRequest, ARROW_STREAM),
+        openapi_extra=body_schemas("/v1/score", ScoreRequest, ARROW_STREAM),
     )
     async def score(
         request: Request,
@@ -127,7 +127,7 @@ def scores_router(context: Context) -> APIRouter:
                 ge=1,
                 le=3_600_000,
                 description="Maximum time to wait for the values, in milliseconds. After that, the request is rejected with "
-                "504. Default: the service's setting deadline_seconds.",
+                "504. Default: five minutes.",
             ),
         ] = None,
     ) -> Any:
@@ -145,22 +145,18 @@ def scores_router(context: Context) -> APIRouter:
         sequences still get values.
         """
         as_arrow = require_type(request, JSON, ARROW_STREAM) == ARROW_STREAM
-        limits = (settings.max_score_sequences, settings.max_score_tokens)
-        if as_arrow:
-            async with context.large.turn_of(request):
-                body = await read_body(request, min(settings.max_body_bytes, sequences_body_bytes(*limits)))
-                if len(body) > _DECODED_AT_ONCE:
-                    table = await to_thread.run_sync(sequences_of, body, *limits)
-                else:
-                    table = sequences_of(body, *limits)
+        async with context.large.turn_of(request):
+            if as_arrow:
+                body = await read_body(request, context.settings.max_body_bytes)
+                table = await decoded(lambda body: sequences_of(body, _MAX_SEQUENCES, _MAX_TOKENS), body)
                 del body
-        else:
-            async with context.large.turn_of(request):
-                asked = await read_json(request, ScoreRequest, min(settings.max_body_bytes, settings.max_json_bytes))
+            else:
+                asked = await read_json(request, ScoreRequest, context.settings.max_body_bytes)
                 table = await to_thread.run_sync(_table_of, asked)
                 del asked
-            bounded_tokens(table, settings.max_score_tokens)
-        seconds = settings.deadline_seconds if deadline_ms is None else deadline_ms / 1000
+                if token_count(table) > _MAX_TOKENS:
+                    raise too_many_tokens(_MAX_TOKENS)
+        seconds = _DEADLINE_SECONDS if deadline_ms is None else deadline_ms / 1000
         scoring = asyncio.create_task(context.online.score(reference, table, temperature, cache_read, cache_write, seconds))
         scored = await _unless_gone(request, scoring)
         if scored is None:

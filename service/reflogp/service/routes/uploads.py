@@ -51,7 +51,7 @@ def uploads_router(context: Context) -> APIRouter:
         response_description="The new upload.",
         dependencies=[scorer],
         responses={
-            **documented(400, 401, 403, 408, 413, 415, 422, 503, 507),
+            **documented(400, 401, 403, 413, 415, 422, 503, 507),
             200: {"model": Upload, "description": "The new upload, which replaced an earlier upload with the same name."},
         },
         openapi_extra={"requestBody": {"required": True, "content": {"application/octet-stream": _BINARY}}},

@@ -113,7 +113,7 @@ class Worker:
             configuration.max_tokens_bytes,
             configuration.commit_seconds,
             configuration.row_seconds,
-            configuration.reader_bytes or default_memory(),
+            default_memory(),
         )
         engines = Engines(
             self._load,

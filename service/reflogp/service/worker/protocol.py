@@ -57,7 +57,6 @@ class WorkerConfiguration:
         window_seconds: maximum time in seconds that an online request waits for other requests to join its round; see
             EngineLoop.
         row_seconds: maximum CPU time in seconds for tokenizing one row.
-        reader_bytes: maximum memory of the process that reads a job's dataset; None for the default.
     """
 
     device: str
@@ -74,7 +73,6 @@ class WorkerConfiguration:
     commit_seconds: float
     window_seconds: float
     row_seconds: float
-    reader_bytes: int | None
 
 
 @dataclass(frozen=True)
