@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from reflogp.scoring.reports.collect import ALIKE, NO_LABEL, Collected
+from reflogp.scoring.data.tokenize import NO_LABEL
+from reflogp.scoring.reports.collect import ALIKE, Collected
 from reflogp.scoring.reports.sketches import NearPair
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)

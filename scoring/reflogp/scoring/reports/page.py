@@ -40,7 +40,7 @@ from reflogp.scoring.reports.shown import LEVELS, Shown, visible
 from reflogp.scoring.reports.sketches import MOST_SKETCHED, NEAR, RUN_TOKENS
 from reflogp.scoring.reports.truncation import Cut
 from reflogp.store import Snapshot, UsageError
-from reflogp.store.texts import moment, number, percent
+from reflogp.store.texts import hide_secrets, moment, number, percent
 from reflogp.store.windows import TrainerSettings
 
 PAGE_NAME = "index.html"
@@ -110,7 +110,13 @@ def render_page(content: Content) -> str:
     # The template escapes all text from the dataset. As a second line of defense, the content security policy blocks scripts
     # and requests.
     environment = Environment(autoescape=True, loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, trim_blocks=True)
-    environment.filters |= {"number": number, "percent": percent, "signed": _signed, "visible": visible}
+    environment.filters |= {
+        "number": number,
+        "percent": percent,
+        "signed": _signed,
+        "visible": visible,
+        "hide_secrets": hide_secrets,
+    }
     style = STYLE.read_text(encoding="utf-8") + (_TEMPLATES / "report.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     images = " img-src data:;" if any(example.images for example in content.shown.values()) else ""

@@ -12,7 +12,7 @@ grows with the number of examples, not with its square.
 
 The similarity of a pair's chosen and rejected completion is not estimated from sketches. It is computed exactly, but only if
 two upper bounds of the similarity reach the required minimum. The first bound is computed from the lengths of the completions,
-the second from the number of times that each token occurs in them.
+the second from the number of times that each token occurs in them. Longer completions than MOST_COMPARED are not compared.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ HASHES = 64
 NEAR = 0.8
 #: Maximum number of examples that are sketched. The two sketches of an example take 256 bytes.
 MOST_SKETCHED = 1_000_000
+#: Maximum number of tokens in a completion that is compared with the pair's other one; the time grows with the square.
+MOST_COMPARED = 8192
 _COMPARED_AT_ONCE = 1 << 14
 _NO_TOKEN = 0xFFFFFFFF
 _EMPTY = np.uint32(0xFFFFFFFF)
@@ -184,6 +186,7 @@ def similarities(left: pa.LargeListArray, right: pa.LargeListArray, at_least: fl
     left_at, right_at = left.offsets.to_numpy(), right.offsets.to_numpy()
     lengths = np.diff(left_at), np.diff(right_at)
     most = 2 * np.minimum(*lengths) / np.maximum(lengths[0] + lengths[1], 1)
+    most[np.maximum(*lengths) > MOST_COMPARED] = 0.0
     found = np.zeros(len(left), np.float32)
     left_ids, right_ids = left.values.to_numpy(), right.values.to_numpy()
     for i in np.flatnonzero(most >= at_least):
