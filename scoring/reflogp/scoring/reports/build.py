@@ -107,7 +107,7 @@ def make_page(
         *findings.outlier_findings(outliers, summary.with_values),
     ]
     said.sort(key=lambda finding: ("fix", "check", "fact", "good").index(finding.kind))
-    near = {place for pair in duplicates.near_pairs for place in (pair.first, pair.second)}
+    near = {*duplicates.near_pairs.first.tolist(), *duplicates.near_pairs.second.tolist()}
     farthest = {place for kind in outliers for place, _ in kind.worst}
     compared = [place for place, _ in duplicates.alike_pairs]
     shown = read_shown({*near, *farthest, *compared}, compared, collected, only, tokenizer, snapshot, settings)

@@ -128,6 +128,7 @@ def render_page(content: Content) -> str:
         mark=Markup(_MARK),
         style=Markup(style),
         policy=f"default-src 'none';{images} style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
+        zip=zip,
         name=Path(content.data).name or content.data,
         made=moment(datetime.now(UTC)),
         version=version("reflogp"),

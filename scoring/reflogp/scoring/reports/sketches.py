@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,17 +48,16 @@ Uint32s = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
-class NearPair:
-    """The indices of two examples, and the estimated similarities of their prompts and of their completions."""
+class NearPairs:
+    """The indices of n pairs of examples, and the estimated similarities of their prompts and of their completions."""
 
-    first: int
-    second: int
-    prompts: float
-    completions: float
+    first: npt.NDArray[np.int64]
+    second: npt.NDArray[np.int64]
+    prompts: npt.NDArray[np.float64]
+    completions: npt.NDArray[np.float64]
 
-    @property
-    def least(self) -> float:
-        return min(self.prompts, self.completions)
+    def __getitem__(self, places: npt.NDArray[Any]) -> NearPairs:
+        return NearPairs(self.first[places], self.second[places], self.prompts[places], self.completions[places])
 
 
 class Sketches:
@@ -92,26 +92,23 @@ class Sketches:
         self._completions.append(both.astype(np.uint16))
         self.count += len(prompts)
 
-    def near(self, repeats: npt.NDArray[np.bool_]) -> list[NearPair]:
+    def near(self, repeats: npt.NDArray[np.bool_]) -> NearPairs:
         """Return pairs of near duplicates, most similar first. In each pair, `second` is the example that was added later.
 
         `repeats` is True for exact duplicates of earlier examples, bool (n,). These are ignored.
         """
-        if not self.count:
-            return []
         self._prompts, self._completions = [np.concatenate(self._prompts)], [np.concatenate(self._completions)]
         examples = np.flatnonzero(~repeats[: self.count])
         prompts, completions = self._prompts[0][examples], self._completions[0][examples]
-        found: list[NearPair] = []
         first, second = _candidates(completions.view(np.uint64))
+        of_prompts, of_completions = np.zeros(len(first)), np.zeros(len(first))
         for at in range(0, len(first), _COMPARED_AT_ONCE):
-            left, right = first[at : at + _COMPARED_AT_ONCE], second[at : at + _COMPARED_AT_ONCE]
-            of_completions = (completions[left] == completions[right]).mean(1)
-            of_prompts = (prompts[left] == prompts[right]).mean(1)
-            for i in np.flatnonzero((of_completions >= NEAR) & (of_prompts >= NEAR)):
-                places = int(examples[left[i]]), int(examples[right[i]])
-                found.append(NearPair(*places, float(of_prompts[i]), float(of_completions[i])))
-        return sorted(found, key=lambda pair: (-pair.least, pair.first, pair.second))
+            part = slice(at, at + _COMPARED_AT_ONCE)
+            of_prompts[part] = (prompts[first[part]] == prompts[second[part]]).mean(1)
+            of_completions[part] = (completions[first[part]] == completions[second[part]]).mean(1)
+        least = np.minimum(of_prompts, of_completions)
+        order = np.lexsort((second, first, -least))
+        return NearPairs(examples[first], examples[second], of_prompts, of_completions)[order[least[order] >= NEAR]]
 
     def _minima(self, lists: pa.LargeListArray) -> Uint32s:
         """For each list, return the smallest value of each hash function over the list's runs, uint32 (n, HASHES)."""
@@ -145,15 +142,15 @@ def _candidates(bands: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], n
     """Return the indices of the examples to compare: first[i] with second[i]. In `bands`, uint64 (n, 16), each group of four
     16-bit entries of the completions' sketches is one number."""
     count = len(bands)
-    codes = np.zeros(0, np.int64)
+    codes: list[npt.NDArray[np.int64]] = []
     for band in range(bands.shape[1]):
         order = np.argsort(bands[:, band], kind="stable")
         same = np.concatenate([[False], np.diff(bands[order, band]) == 0])
         heads = order[np.maximum.accumulate(np.where(same, 0, np.arange(count)))]
         later = np.flatnonzero(same)
-        pairs = [heads[later] * count + order[later], order[later - 1] * count + order[later]]
-        codes = np.unique(np.concatenate([codes, *pairs]))
-    return codes // max(1, count), codes % max(1, count)
+        codes += [heads[later] * count + order[later], order[later - 1] * count + order[later]]
+    found = np.unique(np.concatenate(codes))
+    return found // max(1, count), found % max(1, count)
 
 
 def _shared_start(prompts: pa.LargeListArray) -> Uint32s:
