@@ -15,8 +15,7 @@ import httpx
 import pytest
 
 from reflogp.client import Client
-from reflogp.service.models import DatasetSpec, Histogram
-from reflogp.service.pages import charts
+from reflogp.service.models import DatasetSpec
 from reflogp.service.pages.names import dataset_name
 from reflogp.store import texts
 from tests.conftest import write_rows
@@ -46,11 +45,11 @@ def many_rows(pair_rows, count, mark):
 
 
 def evil_rows(pair_rows):
-    """40 pairs; of row 7 every text is markup, and so unlikely that it is an outlier. Row 11 is no pair."""
+    """40 pairs; of row 7 every text is markup, and its completions hardly differ, so a report shows it. Row 11 is no pair."""
     rows = json.loads(json.dumps(pair_rows[:40]))
     rows[7]["prompt"][0]["content"] = SCRIPT
-    rows[7]["chosen"][0]["content"] = IMAGE
-    rows[7]["rejected"][0]["content"] = f"{SCRIPT}{IMAGE}" * 20
+    rows[7]["chosen"][0]["content"] = f"{SCRIPT}{IMAGE}" * 20
+    rows[7]["rejected"][0]["content"] = f"{SCRIPT}{IMAGE}" * 20 + "."
     rows[11] = {"prompt": rows[11]["prompt"], "chosen": rows[11]["chosen"], "rejected": None}
     return rows
 
@@ -162,30 +161,54 @@ def paths(job):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [True, False])
-def test_a_done_job_shows_its_values_and_no_dataset_can_run_a_script(chromium, service, done, script):
+def test_a_done_job_shows_its_bad_rows_and_gives_its_result(chromium, service, done, script):
     with opened(chromium, java_script_enabled=script) as page:
         page.goto(f"{service}/jobs/{done}")
         assert page.locator("h1").inner_text() == TITLE
         assert page.locator(".badge").inner_text().split() == ["✓", "done"]
         assert page.locator("#progress-text").inner_text() == "78 of 78 sequences (100%)"
-        charts_shown = page.locator("svg.chart")
-        assert [charts_shown.nth(at).locator("title").first.text_content() for at in range(charts_shown.count())] == [
-            "Mean log-prob per token of chosen",
-            "Mean log-prob per token of rejected",
-            "Margin: log-prob of chosen minus rejected",
-        ]
-        assert "39 values" in charts_shown.nth(2).locator("desc").text_content()
-        assert charts_shown.nth(2).locator("rect.bar").count() > 3
-        outlier = page.locator("details", has=page.locator("summary", has_text="Row 7")).first
-        outlier.locator("summary").click()
-        text = outlier.inner_text()
-        assert SCRIPT in text and IMAGE in text
-        assert page.locator("main script, main img").count() == 0
-        assert page.locator("tr", has=page.locator("th", has_text=re.compile("^11$"))).count() == 1
+        bad = page.locator("tr", has=page.locator("td", has_text="rejected is null or missing"))
+        assert bad.locator("td").all_inner_texts()[1:] == ["1", "11"]
         assert page.locator("#result").get_attribute("href") == f"/v1/jobs/{done}/result"
         with page.expect_download() as download:
             page.locator("#result").click()
         assert Path(download.value.path()).read_bytes()[:4] == b"PAR1"
+
+
+def test_the_report_is_shown_in_a_sandbox_and_no_dataset_can_run_a_script(chromium, guarded, pair_rows, tmp_path):
+    """The page of a dataset whose texts are markup: of a stylesheet, nothing else is loaded or run."""
+    with Client(guarded, TOKENS["anna"][0]) as client:
+        job = client.watch(client.submit(write_rows(tmp_path / "pairs.jsonl", evil_rows(pair_rows)), "tiny").id).id
+    with opened(chromium) as page:
+        page.goto(f"{guarded}/jobs/{job}")
+        page.get_by_label("Token").fill(TOKENS["reader"][0])
+        page.get_by_role("button", name="Sign in").click()
+        page.locator("#report").click()
+        page.wait_for_url(f"{guarded}/v1/jobs/{job}/report")
+        asked = []
+        page.on("request", lambda request: asked.append(request.url))
+        answer = page.reload()
+        assert answer.headers["content-security-policy"].startswith("sandbox; default-src 'none'")
+        assert answer.headers["cache-control"] == "no-store" and "text/html" in answer.headers["content-type"]
+        assert asked == [page.url]
+        assert page.locator("svg.chart").count() == 4 and page.locator("svg.chart").nth(2).locator("rect.bar").count() > 3
+        assert page.locator("h1").evaluate("title => getComputedStyle(title).fontFamily") != "serif"
+        page.locator("details").evaluate_all("parts => parts.forEach(part => { part.open = true })")
+        text = page.locator("main").inner_text()
+        assert SCRIPT in text and IMAGE in text and "rejected is null or missing" in text
+        assert page.locator("script, main img, a, form, iframe").count() == 0
+    assert httpx.get(f"{guarded}/v1/jobs/{job}/report").status_code == 401
+
+
+def test_a_job_without_a_report_says_so(service, done, tmp_path_factory):
+    [report] = (tmp_path_factory.getbasetemp()).glob(f"pages0/state/**/{done}.report.html")
+    hidden = report.rename(report.with_suffix(".hidden"))
+    try:
+        assert "This job has no report." in httpx.get(f"{service}/jobs/{done}").text
+        answer = httpx.get(f"{service}/v1/jobs/{done}/report")
+        assert answer.status_code == 404 and "see the notes of the job" in answer.json()["next_step"]
+    finally:
+        hidden.rename(report)
 
 
 @pytest.mark.parametrize("script", [True, False])
@@ -313,7 +336,7 @@ def test_progress_reaches_done_without_a_reload(chromium, service, submit):
             seen.add(page.evaluate("document.getElementById('progress').value"))
             time.sleep(0.1)
         assert len(seen) > 2, seen
-        assert page.locator("svg.chart").count() == 3 and page.locator("#cancel").count() == 0
+        assert page.locator("#report").count() == 1 and page.locator("#cancel").count() == 0
         page.locator("#live", has_text="The job is done.").wait_for(state="attached")  # said behind the change
         assert page.title().startswith("done")
         assert page.evaluate("window.stayed")
@@ -564,7 +587,7 @@ def test_files_come_from_the_package_only(service):
         assert httpx.get(service + path).status_code in (404, 405), path
 
 
-# Numbers and charts
+# Numbers
 
 
 def test_formats():
@@ -597,20 +620,3 @@ def test_formats():
     assert [texts.byte_count(value) for value in (0, 1023, 1536, 5 << 30)] == ["0 B", "1,023 B", "1.5 KiB", "5.0 GiB"]
     signed = DatasetSpec(uri="https://user:secret@host/a/b.jsonl?signature=secret")
     assert dataset_name(signed) == "https://host/a/b.jsonl"
-
-
-@pytest.mark.parametrize(
-    "histogram",
-    [
-        Histogram(edges=[], counts=[]),
-        Histogram(edges=[0.0, 1.0], counts=[0]),
-        Histogram(edges=[2.0, 2.0], counts=[5]),
-        Histogram(edges=[0.0, 1e-9, 2e-9], counts=[1, 2]),
-        Histogram(edges=[-1e6, 0.0, 1e6], counts=[10**9, 1]),
-        Histogram(edges=[float("-inf"), 0.0], counts=[1]),
-    ],
-)
-def test_histograms_of_odd_values(histogram):
-    drawn = charts.histogram("odd", f"of {SCRIPT}", "nats", histogram)
-    assert "<script" not in drawn and "&lt;script&gt;" in drawn and "nan" not in drawn and "inf" not in drawn
-    assert drawn.count("<svg") == drawn.count("</svg>") == 1

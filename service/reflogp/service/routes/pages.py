@@ -22,7 +22,6 @@ from reflogp.service.auth import SIGNED_IN_SECONDS, cookie_name, entry_of, requi
 from reflogp.service.bodies import read_body, require_type
 from reflogp.service.context import Context
 from reflogp.service.models import UNFINISHED, JobState
-from reflogp.service.pages import charts
 from reflogp.service.pages.names import dataset_name, job_name
 from reflogp.service.problems import Problem, problem_of
 from reflogp.service.settings import Scope
@@ -86,7 +85,7 @@ class _Pages:
         for name in ("number", "percent", "duration", "byte_count", "moment", "machine_moment"):
             self._templates.filters[name] = getattr(texts, name)
         self._templates.filters.update(dataset_name=dataset_name, job_name=job_name)
-        self._templates.globals.update(static=self._static_url, histogram=charts.histogram, guarded=bool(self._tokens))
+        self._templates.globals.update(static=self._static_url, guarded=bool(self._tokens))
 
     def shown(self, handler: _Handler, scope: Scope | None = "read") -> Callable[[Request], Awaitable[Response]]:
         """Wrap a handler in a route that checks the cookie, shows errors as pages and adds headers to the response.
@@ -128,7 +127,7 @@ class _Pages:
         job = await to_thread.run_sync(self._context.ledger.get, job_id)
         if job is None:
             raise Problem(404, f"there is no job {job_id!r}", "see the list of jobs; old jobs are deleted automatically")
-        report = await to_thread.run_sync(self._context.precompute.report, job_id) if job.state == "done" else None
+        report = await to_thread.run_sync(self._context.precompute.report(job_id).is_file)
         return self._page("job.html", who, job=job, report=report, unfinished=job.state in UNFINISHED)
 
     async def cancel(self, request: Request, who: str) -> Response:
