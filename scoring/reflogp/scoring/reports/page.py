@@ -11,10 +11,11 @@ import hashlib
 import math
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from reflogp.scoring.reports.chart_frame import (
@@ -106,7 +107,8 @@ def _is_report(page: Path) -> bool:
         return _MARK.encode() in file.read(_HEAD_BYTES)
 
 
-def render_page(content: Content) -> str:
+@cache
+def _template() -> Template:
     # The template escapes all text from the dataset. As a second line of defense, the content security policy blocks scripts
     # and requests.
     environment = Environment(autoescape=True, loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, trim_blocks=True)
@@ -117,10 +119,14 @@ def render_page(content: Content) -> str:
         "visible": visible,
         "hide_secrets": hide_secrets,
     }
+    return environment.get_template("report.html")
+
+
+def render_page(content: Content) -> str:
     style = STYLE.read_text(encoding="utf-8") + (_TEMPLATES / "report.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     images = " img-src data:;" if any(example.images for example in content.shown.values()) else ""
-    return environment.get_template("report.html").render(
+    return _template().render(
         content=content,
         verdict=verdict(content.findings),
         draw_histograms=draw_histograms,
