@@ -240,9 +240,8 @@ def test_a_jobs_result_is_exported_too_and_its_bad_rows_are_named_with_their_rea
     def result(data, name, problems):
         dataset = TokenizedDataset(RowSource(str(data)), lambda: tokenizer, None)
         file = tmp_path / name
-        write_result(
-            dataset, lambda: tokenizer, snapshot, TrainerSettings(), problems, file, tmp_path / "report.json", lambda: None
-        )
+        page = tmp_path / "report.html"
+        write_result(dataset, lambda: tokenizer, snapshot, TrainerSettings(), problems, file, page, name, lambda: None)
         return file
 
     whole = result(place / "tokens.jsonl", "whole.parquet", {})

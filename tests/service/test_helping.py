@@ -138,11 +138,11 @@ def test_a_device_that_is_lost_at_a_row_costs_that_row_only(tmp_path, reference_
         Client(service.url) as client,
     ):
         job = client.watch(client.submit(write_rows(tmp_path / "rows.jsonl", rows), "ref").id)
-        problems = client.report(job.id)
     summary = job.summary  # of the last attempt
     assert (job.state, summary["bad_row_numbers"]) == ("done", [200]), "".join(service.log)
     assert summary["hits"] + summary["scored"] == 599 and summary["failed"] == 1
-    assert "illegal memory access" in str(problems)
+    [reason] = summary["bad_row_reasons"]
+    assert "illegal memory access" in reason["reason"] and (reason["rows"], reason["examples"]) == (1, [200])
 
 
 @pytest.mark.slow

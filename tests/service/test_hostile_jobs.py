@@ -88,7 +88,12 @@ def test_windows_without_a_usable_row(client, tmp_path):
             result = pq.read_table(client.result(job.id, tmp_path / "result.parquet"))
             assert result["row"].to_pylist() == list(range(len(rows)))
             assert [at for at, error in enumerate(result["error"].to_pylist()) if error] == wrong
-            assert [entry["row"] for entry in client.report(job.id)["bad_rows"]] == wrong[:100]
+            reasons = job.summary["bad_row_reasons"]
+            assert sum(entry["rows"] for entry in reasons) == len(wrong) and reasons[0]["examples"][0] in wrong
+            if len(wrong) < len(rows):
+                assert f"<dt>Bad rows</dt><dd>{len(wrong):,}</dd>" in client.report(job.id)
+            else:
+                assert "no report: the dataset has no row that can be used" in job.summary["notes"][-1]
 
 
 #: Rows with a long text wherever a row has a place for one.
@@ -126,7 +131,7 @@ def test_no_text_of_a_row_is_kept_whole(client, service, place, tmp_path):
     errors = [error for error in result["error"].to_pylist() if error]
     assert len(errors) >= 40 and result["error"][0].as_py() is None
     assert all(len(error) <= MOST_CHARACTERS for error in errors)
-    assert sized(client.report(job.id)) < 200_000
+    assert sized(client.report(job.id).encode()) < 200_000
     for number, name in enumerate(("a column", "no pair")):  # a dataset of nothing else fails, with a short error
         file = write_raw(tmp_path / f"{number}.jsonl", [json.dumps(LONG[name])] * 3)
         failed = client.watch(client.submit(file, "ref", title=name).id)

@@ -86,12 +86,13 @@ def test_a_job_scores_a_dataset_and_gives_it_back_in_order(client, tmp_path, ref
             assert result[f"ref_{side}_tokens"][at].as_py() == len(rows[at][f"{side}_ids"])
             key = sequence_keys([rows[at]["prompt_ids"]], [rows[at][f"{side}_ids"]])[0].as_py()
             assert result[f"{side}_key"][at].as_py() == key
+    assert [(entry["rows"], entry["examples"]) for entry in job.summary["bad_row_reasons"]] == [(1, [7]), (1, [8])]
     report = client.report(job.id)
-    assert sum(report["histograms"]["margin"]["counts"]) == 28
-    assert [entry["row"] for entry in report["bad_rows"]] == [7, 8]
-    lowest = [entry for entry in report["outliers"] if entry["why"].startswith("lowest mean log-prob of chosen")]
-    means = np.array([result["ref_chosen_logps"][at].as_py() or 0.0 for at in range(30)]) / 20
-    assert lowest[0]["row"] in np.flatnonzero(means == means.min())
+    assert "30 rows, 28 pairs with values" in report and "Exact duplicates of an earlier pair</dt><dd>1</dd>" in report
+    margins = [
+        result["ref_chosen_logps"][at].as_py() - result["ref_rejected_logps"][at].as_py() for at in {*range(30)} - {7, 8}
+    ]
+    assert f"<dd>{np.median(margins):+.2f}</dd>".replace("-", "−") in report
 
 
 def test_text_pairs_give_what_the_command_line_gives(client, tmp_path, pair_rows, reference_folder, place):
@@ -99,12 +100,12 @@ def test_text_pairs_give_what_the_command_line_gives(client, tmp_path, pair_rows
     job = client.watch(client.submit(file, "ref", max_length=60).id)
     assert job.state == "done"
     table = Store(place / "store")[job.reference_id]
-    first = client.report(job.id)["outliers"][0]
-    assert first["prompt"] and first["completions"]
     assert job.summary["snapshot"] <= table.snapshot_number()
     assert job.summary["sharing_gain"] > 1
     page = httpx.get(f"{client.url}/jobs/{job.id}").text
     assert f"<dd>{job.summary['sharing_gain']:.1f}×</dd>" in page
+    kto = client.watch(client.submit(file, "ref", format="kto").id)
+    assert "Desirable completions: 10. Undesirable completions: 10." in client.report(kto.id)
 
 
 def test_the_same_job_twice_is_one_job(client, service, tmp_path):

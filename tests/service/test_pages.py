@@ -3,11 +3,8 @@
 import json
 import os
 import re
-import threading
 import time
 from contextlib import contextmanager
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import quote
 
@@ -15,8 +12,7 @@ import httpx
 import pytest
 
 from reflogp.client import Client
-from reflogp.service.models import DatasetSpec, Histogram
-from reflogp.service.pages import charts
+from reflogp.service.models import DatasetSpec
 from reflogp.service.pages.names import dataset_name
 from reflogp.store import texts
 from tests.conftest import write_rows
@@ -29,6 +25,7 @@ TOKENS = {"anna": ("token-of-anna", ["read", "score"]), "reader": ("token; of a 
 SCRIPT, IMAGE = "<script>alert(1)</script>", "<img src=x onerror=alert(2)>"
 TITLE = f"pairs </title>{SCRIPT}"
 POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; form-action 'self'; base-uri 'none'"
+SIGN_IN = {"token": TOKENS["anna"][0]}
 ELSEWHERE = [
     *("//evil.example", "///evil.example", "/\\evil.example", "\\\\evil.example", "/a\\..\\evil", "/\t/evil.example"),
     *("/\n/evil.example", "https://evil.example", "javascript:alert(1)", "evil.example", ""),
@@ -46,11 +43,11 @@ def many_rows(pair_rows, count, mark):
 
 
 def evil_rows(pair_rows):
-    """40 pairs; of row 7 every text is markup, and so unlikely that it is an outlier. Row 11 is no pair."""
+    """40 pairs; of row 7 every text is markup, and its completions hardly differ, so a report shows it. Row 11 is no pair."""
     rows = json.loads(json.dumps(pair_rows[:40]))
     rows[7]["prompt"][0]["content"] = SCRIPT
-    rows[7]["chosen"][0]["content"] = IMAGE
-    rows[7]["rejected"][0]["content"] = f"{SCRIPT}{IMAGE}" * 20
+    rows[7]["chosen"][0]["content"] = f"{SCRIPT}{IMAGE}" * 20
+    rows[7]["rejected"][0]["content"] = f"{SCRIPT}{IMAGE}" * 20 + "."
     rows[11] = {"prompt": rows[11]["prompt"], "chosen": rows[11]["chosen"], "rejected": None}
     return rows
 
@@ -151,8 +148,15 @@ def signed_in(url, who="anna"):
         yield client
 
 
+def signed_in_page(page, url, who):
+    page.goto(url)
+    page.get_by_label("Token").fill(TOKENS[who][0])
+    page.get_by_role("button", name="Sign in").click()
+    page.wait_for_url(f"{url}/")
+
+
 def paths(job):
-    return ["/", "/jobs", "/?state=done", "/?before=unknown", f"/jobs/{job}", "/references", "/store", "/jobs/unknown"]
+    return ["/", "/jobs", "/?state=done", "/?before=unknown", f"/jobs/{job}", "/references", "/jobs/unknown"]
 
 
 # What a page says
@@ -160,30 +164,53 @@ def paths(job):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [True, False])
-def test_a_done_job_shows_its_values_and_no_dataset_can_run_a_script(chromium, service, done, script):
+def test_a_done_job_shows_its_bad_rows_and_gives_its_result(chromium, service, done, script):
     with opened(chromium, java_script_enabled=script) as page:
         page.goto(f"{service}/jobs/{done}")
         assert page.locator("h1").inner_text() == TITLE
         assert page.locator(".badge").inner_text().split() == ["✓", "done"]
         assert page.locator("#progress-text").inner_text() == "78 of 78 sequences (100%)"
-        charts_shown = page.locator("svg.chart")
-        assert [charts_shown.nth(at).locator("title").first.text_content() for at in range(charts_shown.count())] == [
-            "Mean log-prob per token of chosen",
-            "Mean log-prob per token of rejected",
-            "Margin: log-prob of chosen minus rejected",
-        ]
-        assert "39 values" in charts_shown.nth(2).locator("desc").text_content()
-        assert charts_shown.nth(2).locator("rect.bar").count() > 3
-        outlier = page.locator("details", has=page.locator("summary", has_text="Row 7")).first
-        outlier.locator("summary").click()
-        text = outlier.inner_text()
-        assert SCRIPT in text and IMAGE in text
-        assert page.locator("main script, main img").count() == 0
-        assert page.locator("tr", has=page.locator("th", has_text=re.compile("^11$"))).count() == 1
+        bad = page.locator("tr", has=page.locator("td", has_text="rejected is null or missing"))
+        assert bad.locator("td").all_inner_texts()[1:] == ["1", "11"]
         assert page.locator("#result").get_attribute("href") == f"/v1/jobs/{done}/result"
         with page.expect_download() as download:
             page.locator("#result").click()
         assert Path(download.value.path()).read_bytes()[:4] == b"PAR1"
+
+
+def test_the_report_is_shown_in_a_sandbox_and_no_dataset_can_run_a_script(chromium, guarded, pair_rows, tmp_path):
+    """The page of a dataset whose texts are markup: of a stylesheet, nothing else is loaded or run."""
+    with Client(guarded, TOKENS["anna"][0]) as client:
+        job = client.watch(client.submit(write_rows(tmp_path / "pairs.jsonl", evil_rows(pair_rows)), "tiny").id).id
+    with opened(chromium) as page:
+        signed_in_page(page, guarded, "reader")
+        page.locator(f"#job-{job}").click()
+        page.locator("#report").click()
+        page.wait_for_url(f"{guarded}/v1/jobs/{job}/report")
+        asked = []
+        page.on("request", lambda request: asked.append(request.url))
+        answer = page.reload()
+        assert answer.headers["content-security-policy"].startswith("sandbox; default-src 'none'")
+        assert answer.headers["cache-control"] == "no-store" and "text/html" in answer.headers["content-type"]
+        assert asked == [page.url]
+        assert page.locator("svg.chart").count() == 4 and page.locator("svg.chart").nth(2).locator("rect.bar").count() > 3
+        assert page.locator("h1").evaluate("title => getComputedStyle(title).fontFamily") != "serif"
+        page.locator("details").evaluate_all("parts => parts.forEach(part => { part.open = true })")
+        text = page.locator("main").inner_text()
+        assert SCRIPT in text and IMAGE in text and "rejected is null or missing" in text
+        assert page.locator("script, main img, a, form, iframe").count() == 0
+    assert httpx.get(f"{guarded}/v1/jobs/{job}/report").status_code == 401
+
+
+def test_a_job_without_a_report_says_so(service, done, tmp_path_factory):
+    [report] = (tmp_path_factory.getbasetemp()).glob(f"pages0/state/**/{done}.report.html")
+    hidden = report.rename(report.with_suffix(".hidden"))
+    try:
+        assert "This job has no report." in httpx.get(f"{service}/jobs/{done}").text
+        answer = httpx.get(f"{service}/v1/jobs/{done}/report")
+        assert answer.status_code == 404 and "see the notes of the job" in answer.json()["next_step"]
+    finally:
+        hidden.rename(report)
 
 
 @pytest.mark.parametrize("script", [True, False])
@@ -224,19 +251,16 @@ def test_an_empty_list_teaches_the_first_submission(chromium, reference_folder, 
     with serving("--config", config_file(tmp_path, reference_folder), warm=warm_python) as url, opened(chromium) as page:
         page.goto(url)
         assert f"reflogp submit {url} pairs.jsonl --reference tiny --watch" in page.locator("main").inner_text()
-        page.goto(f"{url}/store")
-        assert "The store is empty" in page.locator("main").inner_text()
 
 
-def test_references_and_store(chromium, service, done):
+def test_references(chromium, service, done):
     [reference] = httpx.get(f"{service}/v1/references").json()["references"]
     with opened(chromium) as page:
         page.goto(f"{service}/references")
         text = page.locator("tbody tr").inner_text()
-        assert "tiny" in text and reference["reference_id"] in text and f"{reference['sequences']:,}" in text
-        page.goto(f"{service}/store")
-        text = page.locator("tbody tr").first.inner_text()
-        assert f"{reference['sequences']:,}" in text and "KiB" in text
+        for expected in ("tiny", reference["reference_id"], f"{reference['sequences']:,}", "KiB"):
+            assert expected in text
+        assert "/store" in page.locator("main").inner_text()
 
 
 def test_what_is_not_there_is_said_on_a_page(chromium, service):
@@ -257,44 +281,6 @@ def test_narrow_screens_need_no_sideways_scrolling(chromium, service, done, sche
             assert page.evaluate("document.documentElement.scrollWidth") <= 380, path
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
-def test_a_page_of_another_site_does_nothing_in_a_browser(chromium, service, done, host, tmp_path):
-    """It sends what a browser sends without asking first: bodies without a type, forms, frames."""
-    with Client(service) as client, opened(chromium, allowed_errors=[""]) as page:
-        before = client.jobs().jobs
-        request = json.dumps({"reference": "tiny", "dataset": {"upload": "none.jsonl"}, "max_length": 7})
-        script = f"""
-            const answers = [];
-            for (const path of ["/v1/jobs", "/v1/jobs?reference=tiny", "/v1/score?reference=tiny&cache_write=true",
-                                "/v1/jobs/{done}/retry", "/jobs/{done}/retry", "/v1/uploads/new.jsonl"])
-              for (const body of [new Blob(['{request}']), '{request}', new URLSearchParams("a=1"), new FormData()])
-                answers.push(fetch("{service}" + path, {{method: "POST", mode: "no-cors", body}}).catch(() => null));
-            answers.push(fetch("{service}/v1/jobs").then((answer) => answer.text()).catch(() => "unread"));
-            Promise.all(answers).then((found) => document.title = found.pop());
-        """
-        parts = f'<iframe src="{service}/"></iframe><img src="{service}/static/icon.svg">'
-        body = f"<!doctype html>{parts}<script>{script}</script>"
-        (tmp_path / "index.html").write_text(body)
-        handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
-        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)  # a browser lets pages of this machine ask this machine
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        refused_before = refused(service)
-        page.goto(f"http://{host}:{server.server_address[1]}/")
-        page.wait_for_function("document.title == 'unread'")
-        page.wait_for_timeout(300)
-        assert page.locator("img").evaluate("image => image.naturalWidth") == 0
-        assert page.frames[1].locator("header.site").count() == 0
-        assert client.jobs().jobs == before
-        assert refused(service) - refused_before == 24 + 3  # and the list, the frame, the image
-        server.shutdown()
-
-
-def refused(url) -> int:
-    """Requests that the service has answered 403."""
-    counts = re.findall(r'reflogp_request_seconds_count{[^}]*status="403"} (\d+)', httpx.get(f"{url}/metrics").text)
-    return sum(map(int, counts))
-
-
 # Live
 
 
@@ -311,7 +297,7 @@ def test_progress_reaches_done_without_a_reload(chromium, service, submit):
             seen.add(page.evaluate("document.getElementById('progress').value"))
             time.sleep(0.1)
         assert len(seen) > 2, seen
-        assert page.locator("svg.chart").count() == 3 and page.locator("#cancel").count() == 0
+        assert page.locator("#report").count() == 1 and page.locator("#cancel").count() == 0
         page.locator("#live", has_text="The job is done.").wait_for(state="attached")  # said behind the change
         assert page.title().startswith("done")
         assert page.evaluate("window.stayed")
@@ -331,25 +317,13 @@ def test_the_list_follows_its_jobs(chromium, service, submit):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["", "/jobs/{job}"])
-def test_without_javascript_a_page_loads_again_until_all_is_done(chromium, service, submit, where):
+def test_without_javascript_a_page_loads_again_until_the_job_is_done(chromium, service, submit):
     job = submit(300)
     with opened(chromium, java_script_enabled=False) as page:
-        page.goto(service + where.format(job=job))
-        around = page.locator("tbody tr", has=page.locator(f"#job-{job}")) if not where else page.locator("main")
-        around.locator(".badge.done").wait_for()
+        page.goto(f"{service}/jobs/{job}")
+        page.locator(".badge.done").wait_for()
         time.sleep(0.5)
         assert page.locator("meta[http-equiv=refresh]").count() == 0
-
-
-@pytest.mark.slow
-def test_the_list_says_that_the_service_does_not_answer(chromium, service, done):
-    with opened(chromium, allowed_errors=["Failed to load resource"]) as page:
-        page.goto(service)
-        page.context.route(f"{service}/", lambda route: route.abort())
-        page.locator("#live", has_text="is not responding").wait_for()
-        page.context.unroute_all()
-        page.locator("#live", has_text=re.compile("^$")).wait_for(state="attached")
 
 
 @pytest.mark.slow
@@ -386,7 +360,7 @@ def test_cancel_and_retry(chromium, service, submit, script):
 
 def test_a_form_that_comes_too_late_says_so(service, done):
     answer = httpx.post(f"{service}/jobs/{done}/cancel", headers={"Origin": service})
-    assert answer.status_code == 409 and "<!doctype html>" in answer.text and f'href="/jobs/{done}"' in answer.text
+    assert answer.status_code == 409 and "<!doctype html>" in answer.text
 
 
 # Signing in
@@ -404,17 +378,13 @@ def test_signing_in_and_out(chromium, guarded):
         page.get_by_role("button", name="Sign in").click()
         page.wait_for_url(f"{guarded}/?state=done")
         [cookie] = page.context.cookies()
-        assert (cookie["name"], cookie["path"], cookie["sameSite"]) == (
-            f"reflogp_token_{guarded.rpartition(':')[2]}",
-            "/",
-            "Strict",
-        )
-        assert (cookie["httpOnly"], cookie["secure"]) == (True, False)
+        assert cookie["name"] == f"reflogp_token_{guarded.rpartition(':')[2]}"
+        assert [cookie[name] for name in ("path", "sameSite", "httpOnly", "secure")] == ["/", "Strict", True, False]
         assert 11.9 * 3600 < cookie["expires"] - time.time() < 12.1 * 3600
         assert TOKENS["reader"][0] not in page.content() and page.evaluate("document.cookie") == ""
         assert "reader" in page.locator("header").inner_text()
-        page.goto(f"{guarded}/signin?next=/store")
-        assert page.url == f"{guarded}/store"
+        page.goto(f"{guarded}/signin?next=/references")
+        assert page.url == f"{guarded}/references"
         page.get_by_role("button", name="Sign out").click()
         page.wait_for_url(f"{guarded}/signin")
         assert page.context.cookies() == []
@@ -422,78 +392,43 @@ def test_signing_in_and_out(chromium, guarded):
         assert "/signin" in page.url
 
 
-@pytest.mark.slow
-def test_a_signed_in_browser_watches_and_downloads(chromium, guarded, pair_rows, tmp_path):
-    token = TOKENS["anna"][0]
-    with Client(guarded, token) as client, opened(chromium) as page:
-        job = client.submit(write_rows(tmp_path / "own.jsonl", many_rows(pair_rows, 200, "guarded")), "tiny").id
-        page.goto(f"{guarded}/jobs/{job}")
-        page.get_by_label("Token").fill(token)
-        page.get_by_label("Token").press("Enter")
-        page.wait_for_url(f"{guarded}/jobs/{job}")
-        page.locator("#live", has_text="The job is done").wait_for()
-        page.locator("#result").wait_for()
-        with page.expect_download() as download:
-            page.locator("#result").click()
-        assert Path(download.value.path()).read_bytes()[:4] == b"PAR1"
-        assert token not in page.content()
-
-
-@pytest.mark.parametrize("script", [True, False])
-def test_a_link_from_another_site_reaches_its_page(chromium, guarded, script):
+def test_a_link_from_another_site_reaches_its_page(chromium, guarded):
     """A strict cookie does not come with it; signing in a second time is not asked for."""
-    with opened(chromium, java_script_enabled=script) as page:
-        page.goto(guarded)
-        page.get_by_label("Token").fill(TOKENS["reader"][0])
-        page.get_by_role("button", name="Sign in").click()
-        page.wait_for_url(f"{guarded}/")
-        link = f'<!doctype html><link rel="icon" href="data:,"><a href="{guarded}/store">the store</a>'
+    with opened(chromium) as page:
+        signed_in_page(page, guarded, "reader")
+        link = f'<!doctype html><link rel="icon" href="data:,"><a href="{guarded}/references">the references</a>'
         page.context.route("http://elsewhere.test/", lambda route: route.fulfill(body=link, content_type="text/html"))
         page.goto("http://elsewhere.test/")
         page.get_by_role("link").click()
-        if not script:
-            page.get_by_role("link", name="Continue").click()
-        page.wait_for_url(f"{guarded}/store")
+        page.get_by_role("link", name="Continue").click()
+        page.wait_for_url(f"{guarded}/references")
 
 
 def test_behind_tls_the_cookie_is_secure(guarded):
     headers = {"Origin": guarded, "X-Forwarded-Proto": "https"}
-    cookie = httpx.post(f"{guarded}/signin", data={"token": TOKENS["anna"][0]}, headers=headers).headers["set-cookie"]
+    cookie = httpx.post(f"{guarded}/signin", data=SIGN_IN, headers=headers).headers["set-cookie"]
     assert "Secure" in cookie and "HttpOnly" in cookie and "SameSite=strict" in cookie and "Max-Age=43200" in cookie
 
 
-@pytest.mark.parametrize("method", ["GET", "POST"])
 @pytest.mark.parametrize("target", ELSEWHERE)
-def test_signing_in_leads_to_no_other_site(guarded, target, method):
-    if method == "GET":
-        with signed_in(guarded) as client:
-            answer = client.get("/signin", params={"next": target})
-    else:
-        form = {"token": TOKENS["anna"][0], "next": target}
-        answer = httpx.post(f"{guarded}/signin", data=form, headers={"Origin": guarded})
-    assert (answer.status_code, answer.headers["location"]) == (303, "/")
-
-
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {"Origin": "https://evil.example"},
-        {"Origin": "null"},
-        {"Origin": "{url}:80"},
-        {"Origin": "{url}", "Sec-Fetch-Site": "cross-site"},
-        {"Origin": "{url}", "Sec-Fetch-Site": "same-site"},
-        {},
-    ],
-)
-@pytest.mark.parametrize("path", ["/jobs/{job}/cancel", "/jobs/{job}/retry", "/signin", "/signout"])
-def test_a_form_of_another_site_is_refused(service, guarded, done, headers, path):
+def test_signing_in_leads_to_no_other_site(guarded, target):
     with signed_in(guarded) as client:
-        cookies = dict(client.cookies)
-    for url, cookie in ((guarded, cookies), (service, {})):
-        sent = {name: value.format(url=url) for name, value in headers.items()}
-        answer = httpx.post(url + path.format(job=done), headers=sent, cookies=cookie, data={"token": TOKENS["anna"][0]})
-        cause = "another site" if headers else "not sent from a page of this service"
-        assert answer.status_code == 403 and cause in answer.text and "set-cookie" not in answer.headers
+        answers = client.get("/signin", params={"next": target}), client.post("/signin", data=SIGN_IN | {"next": target})
+    assert [(answer.status_code, answer.headers["location"]) for answer in answers] == [(303, "/")] * 2
+
+
+def test_forms_that_are_refused(service, guarded):
+    """Which requests of other sites' pages are refused, test_sites.py says; here, what forms say in other cases."""
+    with signed_in(guarded, "reader") as client:
+        answer = client.post("/jobs/some/cancel")
+        assert answer.status_code == 403 and "does not have the scope" in answer.text
+        for url, cookies in ((guarded, dict(client.cookies)), (service, {})):
+            answer = httpx.post(f"{url}/jobs/some/cancel", cookies=cookies)
+            assert answer.status_code == 403 and "not sent from a page of this service" in answer.text
+    answer = httpx.post(f"{guarded}/jobs/some/cancel", headers={"Origin": guarded})
+    assert (answer.status_code, answer.headers["location"]) == (303, "/signin?next=/")
+    answer = httpx.post(f"{guarded}/signin", data={"token": "x" * 20_000}, headers={"Origin": guarded})
+    assert answer.status_code == 413 and "<!doctype html>" in answer.text
 
 
 def test_the_cookie_reads_the_api_and_changes_nothing(guarded):
@@ -513,38 +448,13 @@ def test_the_cookie_reads_the_api_and_changes_nothing(guarded):
             assert answer.status_code == 401, answer.request
 
 
-def test_who_may_read_only_changes_nothing(guarded):
-    with signed_in(guarded, "reader") as client:
-        assert client.get("/").status_code == 200
-        answer = client.post("/jobs/some/cancel")
-        assert answer.status_code == 403 and "does not have the scope" in answer.text
-
-
-def test_a_form_without_the_cookie_leads_to_signing_in(guarded):
-    answer = httpx.post(f"{guarded}/jobs/some/cancel", headers={"Origin": guarded})
-    assert (answer.status_code, answer.headers["location"]) == (303, "/signin?next=/")
-
-
-def test_a_sign_in_that_is_too_long_is_refused(guarded):
-    answer = httpx.post(f"{guarded}/signin", data={"token": "x" * 20_000}, headers={"Origin": guarded})
-    assert answer.status_code == 413 and "<!doctype html>" in answer.text
-
-
 # Every page's headers
 
 
 def test_headers(service, guarded, done):
-    answers = [httpx.get(service + path) for path in paths(done)]
-    answers += [httpx.get(guarded + path) for path in ("/", "/signin", "/store")]
-    answers += [httpx.post(f"{guarded}/signin", data={"token": "wrong"}, headers={"Origin": guarded})]
-    answers += [httpx.post(f"{guarded}/signout")]
-    with signed_in(guarded) as client:
-        answers += [client.get("/references"), client.get("/signin")]
+    answers = [httpx.get(service + path) for path in paths(done)] + [httpx.get(f"{guarded}/signin")]
     for answer in answers:
-        assert answer.headers["content-security-policy"] == POLICY, answer.request
-        assert answer.headers["x-content-type-options"] == "nosniff"
-        assert answer.headers["referrer-policy"] == "same-origin"
-        assert answer.headers["cache-control"] == "no-store"
+        assert answer.headers["content-security-policy"] == POLICY and answer.headers["cache-control"] == "no-store"
         assert not re.search(r"<style|<script(?! src=\"/static)|<[a-z]+[^>]*\s(style|on[a-z]+)=", answer.text), answer.request
 
 
@@ -552,63 +462,20 @@ def test_files_come_from_the_package_only(service):
     page = httpx.get(service).text
     for file in re.findall(r'"(/static/[^"]+)"', page):
         assert httpx.get(service + file).status_code == 200
-    for path in (
-        "/static/../routes/pages.py",
-        "/static/%2e%2e%2fpages.py",
-        "/static/jobs.html",
-        "/static/__init__.py",
-        "/static/",
-    ):
-        assert httpx.get(service + path).status_code in (404, 405), path
+    for path in ("../routes/pages.py", "%2e%2e%2fpages.py", "jobs.html", "__init__.py", ""):
+        assert httpx.get(f"{service}/static/{path}").status_code in (404, 405), path
 
 
-# Numbers and charts
+# Numbers
 
 
 def test_formats():
-    assert [texts.number(value) for value in (0, 1234567, 12.34, -0.25, 99.5, 812.25)] == [
-        "0",
-        "1,234,567",
-        "12.3",
-        "−0.25",
-        "99.5",
-        "812",
-    ]
-    assert [texts.duration(value) for value in (0, 0.44, 12.2, 60, 185, 3599.7, 7800, 97200)] == [
-        "0 s",
-        "0.4 s",
-        "12 s",
-        "1 min",
-        "3 min 5 s",
-        "1 h",
-        "2 h 10 min",
-        "1 d 3 h",
-    ]
-    assert [texts.percent(*pair) for pair in ((0, 0), (0, 5), (1, 3), (1, 9999), (9999, 10000), (5, 5))] == [
-        "–",
-        "0%",
-        "33.3%",
-        "<0.1%",
-        "99.9%",
-        "100%",
-    ]
+    numbers, seconds = (0, 1234567, 12.34, -0.25, 99.5, 812.25), (0, 0.44, 12.2, 60, 185, 3599.7, 7800, 97200)
+    assert [texts.number(value) for value in numbers] == ["0", "1,234,567", "12.3", "−0.25", "99.5", "812"]
+    expected = ["0 s", "0.4 s", "12 s", "1 min", "3 min 5 s", "1 h", "2 h 10 min", "1 d 3 h"]
+    assert [texts.duration(value) for value in seconds] == expected
+    pairs = ((0, 0), (0, 5), (1, 3), (1, 9999), (9999, 10000), (5, 5))
+    assert [texts.percent(*pair) for pair in pairs] == ["–", "0%", "33.3%", "<0.1%", "99.9%", "100%"]
     assert [texts.byte_count(value) for value in (0, 1023, 1536, 5 << 30)] == ["0 B", "1,023 B", "1.5 KiB", "5.0 GiB"]
     signed = DatasetSpec(uri="https://user:secret@host/a/b.jsonl?signature=secret")
     assert dataset_name(signed) == "https://host/a/b.jsonl"
-
-
-@pytest.mark.parametrize(
-    "histogram",
-    [
-        Histogram(edges=[], counts=[]),
-        Histogram(edges=[0.0, 1.0], counts=[0]),
-        Histogram(edges=[2.0, 2.0], counts=[5]),
-        Histogram(edges=[0.0, 1e-9, 2e-9], counts=[1, 2]),
-        Histogram(edges=[-1e6, 0.0, 1e6], counts=[10**9, 1]),
-        Histogram(edges=[float("-inf"), 0.0], counts=[1]),
-    ],
-)
-def test_histograms_of_odd_values(histogram):
-    drawn = charts.histogram("odd", f"of {SCRIPT}", "nats", histogram)
-    assert "<script" not in drawn and "&lt;script&gt;" in drawn and "nan" not in drawn and "inf" not in drawn
-    assert drawn.count("<svg") == drawn.count("</svg>") == 1

@@ -322,11 +322,12 @@ class Client:
         # request would queue the job again.
         return jobs.job_of(self._send(Call("POST", jobs.path(job, "/retry"), again=protocol.NOT_SENT)))
 
-    def report(self, job: str) -> dict[str, Any]:
-        """Return the report on a completed job's values: a dict with histograms, outliers, bad_rows (the first 100 rows without
-        values) and dropped_rows (a number). Raises RequestRefusedError (409) if the job is not done.
+    def report(self, job: str) -> str:
+        """Return the report on a completed job's values, an HTML page like that of `reflogp report`.
+
+        Raises RequestRefusedError if the job is not done (409) or has no report (404; the notes in its summary say why).
         """
-        return protocol.parsed(self._send(Call("GET", jobs.path(job, "/report"))), dict)
+        return self._send(Call("GET", jobs.path(job, "/report"))).text
 
     def result(self, job: str, output_path: str | Path) -> Path:
         """Save a completed job's values as a Parquet file, with one row per row of the dataset, in the same order.

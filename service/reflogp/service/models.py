@@ -1,4 +1,4 @@
-"""Define the JSON models of the HTTP API for jobs, their reports, and uploads.
+"""Define the JSON models of the HTTP API for jobs and uploads.
 
 The OpenAPI document is generated from these models.
 """
@@ -180,7 +180,10 @@ class Job(BaseModel):
     )
     error: str | None = Field(None, description="Reason why the job failed.")
     summary: dict[str, Any] | None = Field(
-        None, description="Summary of a completed job, including the fields of `reflogp score --json`."
+        None,
+        description="Summary of a completed job, including the fields of `reflogp score --json`. `bad_row_reasons` lists the"
+        " 20 most frequent reasons why rows have no values, each with its number of rows (`rows`) and the numbers of the first"
+        " five of these rows (`examples`). The result has the reason for every row.",
     )
 
     @field_validator("dataset")
@@ -206,58 +209,6 @@ class Jobs(BaseModel):
     jobs: list[Job] = Field(description="Jobs on this page, newest first.")
     counts: dict[JobState, int] = Field(description="Number of jobs in each state, across all pages.")
     next_before: str | None = Field(description="Value of `before` for the next page; null on the last page.")
-
-
-class Histogram(BaseModel):
-    """A histogram. Its n bars have n counts and n + 1 edges, because neighboring bars share an edge."""
-
-    edges: list[float] = Field(description="Edges of the bars in ascending order.")
-    counts: list[int] = Field(
-        description="Number of values in each bar, in the order of the edges. The first and last bars also count values beyond"
-        " the edges, which are more than six standard deviations from the median."
-    )
-
-
-class Outlier(BaseModel):
-    """A row with an unusual value, together with the row's texts."""
-
-    row: int = Field(description="Number of the row in the dataset, starting at 0.")
-    why: str = Field(description="What is unusual about the row.")
-    value: float = Field(
-        description="The unusual value in nats: a mean log-prob per token, or a margin (log-prob sum of chosen minus that of"
-        " rejected)."
-    )
-    prompt: str = Field(description="Text of the row's prompt, shortened.")
-    completions: dict[str, str] = Field(
-        description="Texts of the row's completions by column (chosen, rejected, completion), shortened."
-    )
-    images: list[str] = Field(
-        default_factory=list,
-        description="Thumbnails of the row's first two images, as data URIs of PNG files. Empty for a row without images.",
-    )
-
-
-class RowProblem(BaseModel):
-    """A dataset row without values, and the reason why it has none."""
-
-    row: int = Field(description="Number of the row in the dataset, starting at 0.")
-    error: str = Field(description="Reason why the row has no values.")
-
-
-class Report(BaseModel):
-    """A report on the values of a completed job."""
-
-    histograms: dict[str, Histogram] = Field(
-        description="Histograms by name. `chosen` and `rejected`, or `completion`: mean log-probs per token. `margin`: log-prob"
-        " sums of chosen minus those of rejected. All values are in nats."
-    )
-    outliers: list[Outlier] = Field(description="Rows with unusual values: for each value of `why`, up to four rows.")
-    bad_rows: list[RowProblem] = Field(
-        description="The first hundred rows without values, apart from dropped rows. The result has the errors of all rows."
-    )
-    dropped_rows: int = Field(
-        description="Number of rows that were dropped because their prompt alone fills max_length. Training drops them too."
-    )
 
 
 class Upload(BaseModel):

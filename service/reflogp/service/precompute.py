@@ -35,7 +35,7 @@ from reflogp.service.fetching import Fetching
 from reflogp.service.helping import Helping
 from reflogp.service.ledger import Claim, DifferentContentError, Ledger, QueueFullError, Submission
 from reflogp.service.metrics import Metrics
-from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobProgress, JobRequest, JobSettings, JobState, Report
+from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobProgress, JobRequest, JobSettings, JobState
 from reflogp.service.pending_writes import PendingWrites
 from reflogp.service.pool import Pool, WorkerHandle
 from reflogp.service.problems import Problem
@@ -60,8 +60,6 @@ _DEATHS = 3
 _PATIENCE_SECONDS = 60.0
 #: Seconds between rounds of housekeeping, and the shorter pause after a round in which a step failed.
 _HOUSEKEEPING_SECONDS, _HOUSEKEEPING_AGAIN_SECONDS = 3600.0, 60.0
-#: Maximum size in bytes of a report that the service returns. Reports written by this version are smaller than 200 kB.
-MAX_REPORT_BYTES = 4 << 20
 #: Seconds between probes of a working ledger, between attempts to use a failing ledger, and between searches for jobs that are
 #: recorded as running although no worker is running them.
 _PROBE_SECONDS, _PROBE_AGAIN_SECONDS, _LOST_SECONDS = 5.0, 1.0, 60.0
@@ -332,19 +330,9 @@ class Precompute:
         """
         return self._results / f"{job_id}.parquet"
 
-    def report(self, job_id: str) -> Report | None:
-        """Return a job's report, or None if the job has no report.
-
-        Raise Problem 413 if the report is larger than MAX_REPORT_BYTES.
-        """
-        file = self._report_file(job_id)
-        if file.is_file() and file.stat().st_size > MAX_REPORT_BYTES:
-            raise Problem(
-                413,
-                f"the report is larger than {MAX_REPORT_BYTES:,} bytes",
-                "fetch the values of all rows instead: GET /v1/jobs/ID/result",
-            )
-        return Report.model_validate_json(file.read_bytes()) if file.is_file() else None
+    def report(self, job_id: str) -> Path:
+        """Return the path of a job's report, which the worker writes after the result, unless a note says why not."""
+        return self._results / f"{job_id}.report.html"
 
     async def on_frame(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
         """Handle a frame from a worker.
@@ -626,7 +614,7 @@ class Precompute:
             truncation_mode=settings.truncation_mode,
             ld_alpha=settings.ld_alpha,
             result=str(self.result(claim.id)),
-            report=str(self._report_file(claim.id)),
+            report=str(self.report(claim.id)),
             suspects=claim.suspects,
             poison=claim.poison,
             request=claim.request,
@@ -681,9 +669,6 @@ class Precompute:
         config = {} if dataset.config is None else {"config": dataset.config}
         return {"name": hide_secrets(dataset.uri), "uri": dataset.uri, "split": dataset.split, **config}
 
-    def _report_file(self, job_id: str) -> Path:
-        return self._results / f"{job_id}.report.json"
-
     def _notify(self, job: str) -> None:
         for changed in self._watchers.get(job, ()):
             changed.set()
@@ -721,6 +706,7 @@ class Precompute:
         jobs = self._ledger.ended_before(moment)
         for job in jobs:
             self.result(job).unlink(missing_ok=True)
-            self._report_file(job).unlink(missing_ok=True)
+            self.report(job).unlink(missing_ok=True)
+            self.report(job).with_suffix(".json").unlink(missing_ok=True)  # reports of earlier versions
         if jobs:
             self._ledger.forget(jobs)

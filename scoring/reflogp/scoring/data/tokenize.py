@@ -6,7 +6,7 @@ import trl.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,12 @@ from reflogp.store import UsageError, resolve_model
 from reflogp.store.images import IMAGE_COLUMNS
 from reflogp.store.texts import shortened, shortened_names
 
+#: Dict from each accepted value of a row's `label`, as lowercase text, to 1 (desirable) or 0 (undesirable). Labels from CSV
+#: files are text. Labels from pandas can be floats, because pandas converts a column of integers to floats if values are
+#: missing.
+_LABELS = {"true": 1, "1": 1, "1.0": 1, "false": 0, "0": 0, "0.0": 0}
+NO_LABEL = -1
+
 
 @dataclass(frozen=True)
 class TokenizedRows:
@@ -46,6 +52,7 @@ class TokenizedRows:
             completion: `chosen_ids` and `rejected_ids` for pairs that are not read as KTO data, otherwise `completion_ids` and,
             in some datasets, `KL_completion_ids`. Columns of token ids have the type list<int64>.
         rows: original columns of each row of the table; empty in a service's jobs.
+        labels: for rows with `completion_ids`, the KTO label of each row of the table: 1, 0 or NO_LABEL.
         problems: dict from row number to the reason why the row, or one of its examples, is not in the table.
         last_row: number of the last row that was read, even if that row is not usable.
         limited: True if a row exceeded a time or memory limit. The row may be usable in another run.
@@ -62,6 +69,7 @@ class TokenizedRows:
     images: list[tuple[RowImage, ...]] = field(default_factory=list)
     vision: VisionProcessor | None = None
     notes: tuple[str, ...] = ()
+    labels: list[int] = field(default_factory=list)
 
     def row_count(self) -> int:
         """Return the number of rows that are in the table, in `problems`, or in both."""
@@ -220,7 +228,27 @@ def _tokenize_window(
                 assert not isinstance(of_row, RowError)
                 kept_images.append(of_row)
     table, sorted_problems = _table(numbers, ids, outputs), dict(sorted(problems.items()))
-    return TokenizedRows(table, kept, sorted_problems, rows[-1].number, limited, kept_images, vision)
+    labels = _labels(kept, numbers) if "completion_ids" in outputs else []
+    return TokenizedRows(table, kept, sorted_problems, rows[-1].number, limited, kept_images, vision, labels=labels)
+
+
+def _labels(rows: Sequence[dict[str, Any]], numbers: list[int]) -> list[int]:
+    """Return the KTO labels of examples: 1, 0 or NO_LABEL.
+
+    When pairs are split, the two examples of a pair are adjacent, and the example with the chosen completion comes first.
+    """
+    found = []
+    for at, columns in enumerate(rows):
+        if "completion" in columns or "chosen" not in columns:
+            label = columns.get("label")
+            found.append(_LABELS.get(str(label).strip().lower(), NO_LABEL))
+        elif at + 1 < len(numbers) and numbers[at + 1] == numbers[at]:
+            found.append(1)
+        elif at and numbers[at - 1] == numbers[at]:
+            found.append(0)
+        else:
+            found.append(NO_LABEL)  # the pair's other example is missing, so this one may be chosen or rejected
+    return found
 
 
 def _token_rows(

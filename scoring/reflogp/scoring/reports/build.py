@@ -1,4 +1,4 @@
-"""Write the output of `reflogp report`: a self-contained page about a scored dataset.
+"""Write a report: a self-contained page about a scored dataset, for `reflogp report` and for the jobs of a service.
 
 The dataset is read twice: first to compute statistics, then to read the few examples that the page shows.
 """
@@ -6,12 +6,16 @@ The dataset is read twice: first to compute statistics, then to read the few exa
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
+from reflogp.scoring.data.tokenize import TokenizedRows
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.reports import findings
-from reflogp.scoring.reports.collect import ReportSummary, collect
+from reflogp.scoring.reports.collect import Collected, ReportSummary, collect
 from reflogp.scoring.reports.duplicates import find_duplicates
 from reflogp.scoring.reports.figures import label_preference, make_figures, pair_preference
 from reflogp.scoring.reports.outliers import find_outliers
@@ -54,11 +58,38 @@ def write_report(
         FileChangedError: a file of the dataset was changed while the report was being written.
     """
     started = time.monotonic()
-    source, max_length, truncation_mode = dataset.source, settings.max_length, settings.truncation_mode
-    check_truncation(max_length, truncation_mode)
+    check_truncation(settings.max_length, settings.truncation_mode)
     folder = Path(output)
     check_folder(folder)
-    collected = collect(dataset, snapshot, settings, watcher)
+    collected, name = collect(dataset, snapshot, settings, watcher), dataset.source.name
+    page = make_page(collected, dataset.only, dataset.tokenizer, snapshot, settings, score=score, data=name, model=model)
+    dataset.source.check_unchanged()  # the dataset was read twice and must not have changed in between
+    with write_atomically(folder / PAGE_NAME) as partial:
+        partial.write_bytes(page)
+    summary = collected.summary
+    summary.output, summary.seconds = str(folder / PAGE_NAME), time.monotonic() - started
+    return summary
+
+
+def make_page(
+    collected: Collected,
+    only: Callable[[set[int]], Iterable[TokenizedRows]],
+    tokenizer: PreTrainedTokenizerBase,
+    snapshot: Snapshot,
+    settings: TrainerSettings,
+    *,
+    score: str,
+    data: str,
+    model: str,
+) -> bytes:
+    """Return a report's page, in UTF-8. `collected.summary` is completed, except for `output` and `seconds`.
+
+    Args:
+        only: function that reads the dataset's rows with the given numbers.
+        score, settings: see `write_report`.
+        data, model: names of the dataset and of the model that the page shows.
+    """
+    max_length, truncation_mode = settings.max_length, settings.truncation_mode
     duplicates, outliers = find_duplicates(collected, _SHOWN), find_outliers(collected, _SHOWN)
     pairs = pair_preference(collected) if collected.pairs else None
     labels = None if collected.pairs else label_preference(collected)
@@ -69,19 +100,19 @@ def write_report(
     noun, summary = "pair" if collected.pairs else "row", collected.summary
     said = [
         *findings.coverage_findings(collected, score),
-        *findings.value_findings(collected, len(dataset.tokenizer)),
+        *findings.value_findings(collected, len(tokenizer)),
         *(findings.pair_findings(pairs, collected) if labels is None else findings.label_findings(labels)),
         *findings.truncation_findings(at, max_length is not None, enough, noun),
         *findings.duplicate_findings(duplicates, summary.examples, noun),
         *findings.outlier_findings(outliers, summary.with_values),
     ]
     said.sort(key=lambda finding: ("fix", "check", "fact", "good").index(finding.kind))
-    near = {place for pair in duplicates.near_pairs for place in (pair.first, pair.second)}
+    near = {*duplicates.near_pairs.first.tolist(), *duplicates.near_pairs.second.tolist()}
     farthest = {place for kind in outliers for place, _ in kind.worst}
     compared = [place for place, _ in duplicates.alike_pairs]
-    shown = read_shown({*near, *farthest, *compared}, compared, collected, dataset, snapshot, settings)
+    shown = read_shown({*near, *farthest, *compared}, compared, collected, only, tokenizer, snapshot, settings)
     content = Content(
-        data=source.name,
+        data=data,
         model=model,
         snapshot=snapshot,
         settings=settings,
@@ -96,9 +127,6 @@ def write_report(
         outliers=outliers,
         shown=shown,
     )
-    source.check_unchanged()  # the dataset was read twice and must not have changed in between
-    with write_atomically(folder / PAGE_NAME) as partial:
-        partial.write_text(render_page(content), encoding="utf-8", errors="replace")
     summary.accuracy = None if pairs is None else pairs.accuracy
     summary.accuracy_per_token = None if pairs is None else pairs.accuracy_per_token
     summary.exact_duplicates, summary.near_duplicates = duplicates.exact, duplicates.near
@@ -107,5 +135,4 @@ def write_report(
     summary.truncation = [asdict(one) for one in content.cuts]
     summary.findings = [asdict(finding) for finding in said]
     summary.reference_id, summary.snapshot, summary.store = snapshot.reference_id, snapshot.number, snapshot.store_uri
-    summary.output, summary.seconds = str(folder / PAGE_NAME), time.monotonic() - started
-    return summary
+    return render_page(content).encode("utf-8", "replace")

@@ -7,7 +7,6 @@ module `sketches`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reflogp.scoring.data.tokenize import TokenizedRows
-from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.data.tokenized import RowCount, TokenizedDataset
 from reflogp.scoring.reports.sketches import Sketches, shared_starts, similarities
 from reflogp.scoring.reports.truncation import Lengths
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
@@ -29,12 +28,6 @@ from reflogp.store.windows import TrainerSettings
 
 #: Minimum similarity of a pair's completions for the report to say that they hardly differ.
 ALIKE = 0.9
-#: Dict from each accepted value of a row's `label`, as lowercase text, to 1 (desirable) or 0 (undesirable). Labels from CSV
-#: files are text. Labels from pandas can be floats, because pandas converts a column of integers to floats if values are
-#: missing.
-_LABELS = {"true": 1, "1": 1, "1.0": 1, "false": 0, "0": 0, "0.0": 0}
-NO_LABEL = -1
-
 Bools = npt.NDArray[np.bool_]
 
 
@@ -177,6 +170,73 @@ class Collected:
         return Lengths(self.prompts, [side.lengths for side in self.sides.values()], self.shared)
 
 
+class Collector:
+    """Collects the statistics of examples, window by window."""
+
+    def __init__(self) -> None:
+        self._summary, self._sketches = ReportSummary(), Sketches()
+        self._problems: list[tuple[int, str]] = []
+        self._parts: list[dict[str, npt.NDArray[Any]]] = []
+
+    def add(self, window: TokenizedRows, found: Found, join: Join, failed: dict[int, str]) -> dict[int, str]:
+        """Add a window with completion columns. Return the reason of each of its bad rows.
+
+        Args:
+            found: result of the lookup of the keys of the table's sequences, one completion column after the other.
+            join: the sums of these values.
+            failed: dict from row number to the reason why a row of the table has no values, if the reason is known.
+        """
+        table, summary = window.table, self._summary
+        rows = table["row"].to_numpy()
+        empty = np.logical_or.reduce([needed == 0 for needed in join.tokens.values()]) & ~join.dropped
+        known = np.isin(rows, list(failed)) & ~join.dropped
+        missing = join.missing & ~empty & ~known
+        usable = ~(join.missing | join.unusable | join.dropped | empty | known)
+        problems = window.problems | {int(row): UNUSABLE for row in rows[join.unusable & ~join.missing]}
+        problems |= {int(row): EMPTY_COMPLETION for row in rows[empty]}
+        problems |= {int(row): failed[int(row)] for row in rows[known]}
+        summary.examples += len(table)
+        summary.with_values += int(usable.sum())
+        summary.missing += int(missing.sum())
+        summary.missing_row_numbers += rows[missing][: NAMED_ROWS - len(summary.missing_row_numbers)].tolist()
+        summary.dropped_rows += int(join.dropped.sum())
+        self.add_bad_rows(window.last_row, problems)
+        if len(table):
+            self._parts.append(_numbers(window, found, join, usable, self._sketches))
+        return problems
+
+    def add_bad_rows(self, last_row: int, problems: dict[int, str]) -> None:
+        """Add the bad rows of a window, whose last row has the number `last_row`."""
+        self._summary.rows = last_row + 1
+        self._summary.bad_rows += len(problems)
+        self._problems += sorted(problems.items())[: NAMED_ROWS - len(self._problems)]
+
+    def collected(self, name: str) -> Collected:
+        """Return the statistics of all windows. Raises UsageError, with the dataset's name, if no row can be used."""
+        summary, parts = self._summary, self._parts
+        if not parts:
+            row, problem = self._problems[0]
+            raise UsageError(f"{name} has no row that can be used, so there is nothing to report. Row {row}: {problem}")
+        summary.bad_row_numbers = [row for row, _ in self._problems]
+        summary.coverage = summary.with_values / max(1, summary.with_values + summary.missing + summary.bad_rows)
+        numbers = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        names = [name.removesuffix(".keys") for name in numbers if name.endswith(".keys")]
+        sides = {name: Side(*(numbers[f"{name}.{part.name}"] for part in fields(Side))) for name in names}
+        return Collected(
+            numbers["row"],
+            numbers["usable"],
+            numbers["prompts"],
+            sides,
+            numbers.get("shared"),
+            numbers.get("similarity"),
+            numbers.get("labels"),
+            self._sketches,
+            summary,
+            self._problems,
+            int(numbers["bare"].sum()),
+        )
+
+
 def collect(
     dataset: TokenizedDataset,
     snapshot: Snapshot,
@@ -184,77 +244,32 @@ def collect(
     watcher: ProgressCallbacks | None = None,
 ) -> Collected:
     """Read a dataset once, and look up its log-probs. Raises UsageError if no row can be used."""
-    summary, sketches = ReportSummary(), Sketches()
-    bad_rows: list[tuple[int, str]] = []
-    parts: list[dict[str, npt.NDArray[Any]]] = []
+    collector, watcher = Collector(), watcher or ProgressCallbacks()
+    counting, begun = RowCount(dataset), False
     for window in dataset:
-        if watcher and not summary.rows:
-            watcher.begin(dataset.source.count())
-        summary.rows = window.last_row + 1
-        problems = dict(window.problems)
+        if counting.rows and not begun:
+            watcher.begin(counting.rows)
+            begun = True
+        problems = window.problems
         if len(window.table):
-            parts.append(_numbers(window, snapshot, settings, summary, problems, sketches))
-        summary.bad_rows += len(problems)
-        bad_rows += sorted(problems.items())[: NAMED_ROWS - len(bad_rows)]
-        if watcher:
-            watcher.advance(window.row_count(), 0)
-            for row, problem in sorted(problems.items()):
-                watcher.bad_row(row, problem)
-    if not parts:
-        row, problem = bad_rows[0]
-        raise UsageError(
-            f"{dataset.source.name} has no row that can be used, so there is nothing to report. Row {row}: {problem}"
-        )
-    summary.bad_row_numbers = [row for row, _ in bad_rows]
-    summary.coverage = summary.with_values / max(1, summary.with_values + summary.missing + summary.bad_rows)
-    numbers = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    names = [name.removesuffix(".keys") for name in numbers if name.endswith(".keys")]
-    sides = {name: Side(*(numbers[f"{name}.{part.name}"] for part in fields(Side))) for name in names}
-    return Collected(
-        numbers["row"],
-        numbers["usable"],
-        numbers["prompts"],
-        sides,
-        numbers.get("shared"),
-        numbers.get("similarity"),
-        numbers.get("labels"),
-        sketches,
-        summary,
-        bad_rows,
-        int(numbers["bare"].sum()),
-    )
+            asked = ask(window.table, max_length=settings.max_length, truncation_mode=settings.truncation_mode)
+            found = snapshot.find(asked.all_keys())
+            problems = collector.add(window, found, join_found(asked, found, settings.ld_alpha), {})
+        else:
+            collector.add_bad_rows(window.last_row, problems)
+        watcher.advance(window.row_count(), 0)
+        for row, problem in sorted(problems.items()):
+            watcher.bad_row(row, problem)
+    return collector.collected(dataset.source.name)
 
 
-def _numbers(
-    window: TokenizedRows,
-    snapshot: Snapshot,
-    settings: TrainerSettings,
-    summary: ReportSummary,
-    problems: dict[int, str],
-    sketches: Sketches,
-) -> dict[str, npt.NDArray[Any]]:
-    """Return the statistics of a window of rows, as a dict from names, such as "row" or "chosen.sums", to arrays. Counts,
-    problems and sketches are added to the arguments."""
+def _numbers(window: TokenizedRows, found: Found, join: Join, usable: Bools, sketches: Sketches) -> dict[str, npt.NDArray[Any]]:
+    """Return the statistics of a window's examples, as a dict from names, such as "row" or "chosen.sums", to arrays."""
     table = window.table
-    asked = ask(table, max_length=settings.max_length, truncation_mode=settings.truncation_mode)
-    found = snapshot.find(asked.all_keys())
-    join = join_found(asked, found, settings.ld_alpha)
-    rows = table["row"].to_numpy()
-    empty = np.logical_or.reduce([needed == 0 for needed in join.tokens.values()]) & ~join.dropped
-    missing = join.missing & ~empty
-    usable = ~(join.missing | join.unusable | join.dropped | empty)
-    problems |= {int(row): UNUSABLE for row in rows[join.unusable & ~join.missing]}
-    problems |= {int(row): EMPTY_COMPLETION for row in rows[empty]}
-    summary.examples += len(table)
-    summary.with_values += int(usable.sum())
-    summary.missing += int(missing.sum())
-    summary.missing_row_numbers += rows[missing][: NAMED_ROWS - len(summary.missing_row_numbers)].tolist()
-    summary.dropped_rows += int(join.dropped.sum())
-
     prompts = token_lists(table["prompt_ids"])
     completions = {name: token_lists(table[name]) for name in join.keys if name != "KL_completion_ids"}
     sketches.add(prompts, list(completions.values()))
-    columns = {"row": rows, "usable": usable, "prompts": list_lengths(prompts)}
+    columns = {"row": table["row"].to_numpy(), "usable": usable, "prompts": list_lengths(prompts)}
     columns["bare"] = (columns["prompts"] == 0) & ~join.dropped
     lowest = _lowest(join, found)
     for (name, lists), logps in zip(completions.items(), join.logps.values(), strict=False):
@@ -271,7 +286,7 @@ def _numbers(
         columns["shared"] = shared_starts(chosen, rejected)
         columns["similarity"] = similarities(chosen, rejected, ALIKE)
     else:
-        columns["labels"] = np.array(_labels(window.rows, rows.tolist()), np.int8)
+        columns["labels"] = np.array(window.labels, np.int8)
     return columns
 
 
@@ -285,22 +300,3 @@ def _lowest(join: Join, found: Found) -> dict[str, npt.NDArray[np.float64]]:
     stops = np.minimum(starts + np.concatenate(list(join.tokens.values())), offsets[1:])
     least = np.minimum.reduceat(values, np.stack([starts, stops], 1).ravel())[::2]
     return dict(zip(join.tokens, np.where(stops > starts, least, 0.0).reshape(len(join.tokens), -1), strict=True))
-
-
-def _labels(rows: Iterable[dict[str, Any]], numbers: list[int]) -> list[int]:
-    """Return the KTO labels of examples: 1, 0 or NO_LABEL.
-
-    When pairs are split, the two examples of a pair are adjacent, and the example with the chosen completion comes first.
-    """
-    found = []
-    for at, columns in enumerate(rows):
-        if "completion" in columns or "chosen" not in columns:
-            label = columns.get("label")
-            found.append(_LABELS.get(str(label).strip().lower(), NO_LABEL))
-        elif at + 1 < len(numbers) and numbers[at + 1] == numbers[at]:
-            found.append(1)
-        elif at and numbers[at - 1] == numbers[at]:
-            found.append(0)
-        else:
-            found.append(NO_LABEL)  # the pair's other example is missing, so this one may be chosen or rejected
-    return found

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from reflogp.scoring.reports.collect import ALIKE, NO_LABEL, Collected
-from reflogp.scoring.reports.sketches import NearPair
+from reflogp.scoring.data.tokenize import NO_LABEL
+from reflogp.scoring.reports.collect import ALIKE, Collected
+from reflogp.scoring.reports.sketches import NearPairs
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
@@ -39,7 +40,7 @@ class Duplicates:
     contrary: int
     identical: int
     near: int
-    near_pairs: list[NearPair]
+    near_pairs: NearPairs
     alike: int
     alike_pairs: list[tuple[int, float]]
     sketched: int
@@ -62,27 +63,28 @@ def find_duplicates(collected: Collected, shown: int) -> Duplicates:
     alike = alike[np.argsort(-similarity[alike], kind="stable")]
     repeats = np.ones(len(whole), bool)
     repeats[np.unique(whole, return_index=True)[1]] = False
-    near = collected.sketches.near(repeats)
-    best = {pair.second: pair for pair in reversed(_with_different_sides(collected, near))}
+    near = _with_different_sides(collected, collected.sketches.near(repeats))
+    best = np.unique(near.second, return_index=True)[1]  # the most similar earlier example of each
     return Duplicates(
         int(repeats.sum()),
         int(contrary.sum()),
         int(identical.sum()),
         len(best),
-        sorted(best.values(), key=lambda pair: -pair.least)[:shown],
+        near[np.sort(best)[:shown]],
         len(alike),
         [(int(place), float(similarity[place])) for place in alike[:shown]],
         collected.sketches.count,
     )
 
 
-def _with_different_sides(collected: Collected, near: list[NearPair]) -> list[NearPair]:
-    """Drop each NearPair whose two examples have the same sequences, with chosen and rejected swapped or with different labels.
+def _with_different_sides(collected: Collected, near: NearPairs) -> NearPairs:
+    """Drop each pair whose two examples have the same sequences, with chosen and rejected swapped or with different labels.
 
     Opposite preferences are counted in `Duplicates.contrary`.
     """
     keys = [side.keys for side in collected.sides.values()]
-    return [p for p in near if {int(k[p.first]) for k in keys} != {int(k[p.second]) for k in keys}]
+    sides = np.sort(np.stack(keys), 0)
+    return near[(sides[:, near.first] != sides[:, near.second]).any(0)]
 
 
 def _mixed(first: Uint64s, second: Uint64s) -> Uint64s:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from reflogp.scoring.reports.collect import NO_LABEL, Collected
+from reflogp.scoring.data.tokenize import NO_LABEL
+from reflogp.scoring.reports.collect import Collected
 
 _BINS = 40
 #: Bars extend at most this many standard deviations (estimated from the median absolute deviation) to each side of the median.

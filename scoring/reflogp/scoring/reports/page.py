@@ -11,10 +11,11 @@ import hashlib
 import math
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from reflogp.scoring.reports.chart_frame import (
@@ -40,7 +41,7 @@ from reflogp.scoring.reports.shown import LEVELS, Shown, visible
 from reflogp.scoring.reports.sketches import MOST_SKETCHED, NEAR, RUN_TOKENS
 from reflogp.scoring.reports.truncation import Cut
 from reflogp.store import Snapshot, UsageError
-from reflogp.store.texts import moment, number, percent
+from reflogp.store.texts import hide_secrets, moment, number, percent
 from reflogp.store.windows import TrainerSettings
 
 PAGE_NAME = "index.html"
@@ -106,15 +107,26 @@ def _is_report(page: Path) -> bool:
         return _MARK.encode() in file.read(_HEAD_BYTES)
 
 
-def render_page(content: Content) -> str:
+@cache
+def _template() -> Template:
     # The template escapes all text from the dataset. As a second line of defense, the content security policy blocks scripts
     # and requests.
     environment = Environment(autoescape=True, loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, trim_blocks=True)
-    environment.filters |= {"number": number, "percent": percent, "signed": _signed, "visible": visible}
+    environment.filters |= {
+        "number": number,
+        "percent": percent,
+        "signed": _signed,
+        "visible": visible,
+        "hide_secrets": hide_secrets,
+    }
+    return environment.get_template("report.html")
+
+
+def render_page(content: Content) -> str:
     style = STYLE.read_text(encoding="utf-8") + (_TEMPLATES / "report.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     images = " img-src data:;" if any(example.images for example in content.shown.values()) else ""
-    return environment.get_template("report.html").render(
+    return _template().render(
         content=content,
         verdict=verdict(content.findings),
         draw_histograms=draw_histograms,
@@ -122,6 +134,7 @@ def render_page(content: Content) -> str:
         mark=Markup(_MARK),
         style=Markup(style),
         policy=f"default-src 'none';{images} style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
+        zip=zip,
         name=Path(content.data).name or content.data,
         made=moment(datetime.now(UTC)),
         version=version("reflogp"),

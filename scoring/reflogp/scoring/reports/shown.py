@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
@@ -20,8 +20,9 @@ from transformers import PreTrainedTokenizerBase
 
 from reflogp.scoring.data.images import RowImage
 from reflogp.scoring.data.shape import RowError
-from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.data.tokenize import TokenizedRows
 from reflogp.scoring.reports.collect import Collected
+from reflogp.scoring.torch_engine.sequences import common_prefix
 from reflogp.store import Snapshot
 from reflogp.store.images import FIRST_IMAGE_ID
 from reflogp.store.texts import counted
@@ -192,19 +193,20 @@ def read_shown(
     places: Iterable[int],
     compared: Iterable[int],
     collected: Collected,
-    dataset: TokenizedDataset,
+    only: Callable[[set[int]], Iterable[TokenizedRows]],
+    tokenizer: PreTrainedTokenizerBase,
     snapshot: Snapshot,
     settings: TrainerSettings,
 ) -> dict[int, Shown]:
     """Return what to display for the examples at the indices `places` in `collected`. Of the pairs at the indices `compared`,
-    the two completions are compared token by token."""
+    the two completions are compared token by token. `only` reads the dataset's rows with the given numbers."""
     asked, compared = sorted(set(places)), set(compared)
     if not asked:
         return {}
     rows = {int(collected.rows[place]) for place in asked}
     first = int(collected.rows[0])  # this row is also read, so that the format is detected from the same row as in `collect`
     found: dict[int, Shown] = {}
-    for window in dataset.only({*rows, first}):
+    for window in only({*rows, first}):
         numbers = window.table["row"].to_numpy()
         for at, row in enumerate(numbers):
             place = int(np.searchsorted(collected.rows, row)) + int((numbers[:at] == row).sum())
@@ -212,7 +214,7 @@ def read_shown(
                 found[place] = _shown(
                     window.table.slice(at, 1),
                     None if collected.labels is None or collected.labels[place] < 0 else int(collected.labels[place]),
-                    dataset.tokenizer,
+                    tokenizer,
                     snapshot,
                     settings,
                     place in compared,
@@ -326,10 +328,16 @@ def _pieces(
 
 
 def _differing(left: list[int], right: list[int]) -> dict[int, set[int]]:
-    """Return the indices of the tokens in `left` (0) and in `right` (1) that a diff of the two does not match."""
+    """Return the indices of the tokens in `left` (0) and in `right` (1) that a diff of the two does not match.
+
+    Only the first _HEAD tokens from the first difference on are compared: a diff of long lists can take hours.
+    """
+    begin = int(common_prefix(np.array(left), np.array(right)))
+    end = begin + 2 * _HEAD
+    matcher = SequenceMatcher(None, left[begin:end], right[begin:end], autojunk=False)
     found: dict[int, set[int]] = {0: set(), 1: set()}
-    for kind, left_from, left_to, right_from, right_to in SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
+    for kind, left_from, left_to, right_from, right_to in matcher.get_opcodes():
         if kind != "equal":
-            found[0] |= set(range(left_from, left_to))
-            found[1] |= set(range(right_from, right_to))
+            found[0] |= set(range(begin + left_from, begin + min(left_to, _HEAD)))
+            found[1] |= set(range(begin + right_from, begin + min(right_to, _HEAD)))
     return found

@@ -12,7 +12,7 @@ grows with the number of examples, not with its square.
 
 The similarity of a pair's chosen and rejected completion is not estimated from sketches. It is computed exactly, but only if
 two upper bounds of the similarity reach the required minimum. The first bound is computed from the lengths of the completions,
-the second from the number of times that each token occurs in them.
+the second from the number of times that each token occurs in them. Longer completions than MOST_COMPARED are not compared.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,8 @@ HASHES = 64
 NEAR = 0.8
 #: Maximum number of examples that are sketched. The two sketches of an example take 256 bytes.
 MOST_SKETCHED = 1_000_000
+#: Maximum number of tokens in a completion that is compared with the pair's other one; the time grows with the square.
+MOST_COMPARED = 8192
 _COMPARED_AT_ONCE = 1 << 14
 _NO_TOKEN = 0xFFFFFFFF
 _EMPTY = np.uint32(0xFFFFFFFF)
@@ -45,17 +48,16 @@ Uint32s = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
-class NearPair:
-    """The indices of two examples, and the estimated similarities of their prompts and of their completions."""
+class NearPairs:
+    """The indices of n pairs of examples, and the estimated similarities of their prompts and of their completions."""
 
-    first: int
-    second: int
-    prompts: float
-    completions: float
+    first: npt.NDArray[np.int64]
+    second: npt.NDArray[np.int64]
+    prompts: npt.NDArray[np.float64]
+    completions: npt.NDArray[np.float64]
 
-    @property
-    def least(self) -> float:
-        return min(self.prompts, self.completions)
+    def __getitem__(self, places: npt.NDArray[Any]) -> NearPairs:
+        return NearPairs(self.first[places], self.second[places], self.prompts[places], self.completions[places])
 
 
 class Sketches:
@@ -90,26 +92,23 @@ class Sketches:
         self._completions.append(both.astype(np.uint16))
         self.count += len(prompts)
 
-    def near(self, repeats: npt.NDArray[np.bool_]) -> list[NearPair]:
+    def near(self, repeats: npt.NDArray[np.bool_]) -> NearPairs:
         """Return pairs of near duplicates, most similar first. In each pair, `second` is the example that was added later.
 
         `repeats` is True for exact duplicates of earlier examples, bool (n,). These are ignored.
         """
-        if not self.count:
-            return []
         self._prompts, self._completions = [np.concatenate(self._prompts)], [np.concatenate(self._completions)]
         examples = np.flatnonzero(~repeats[: self.count])
         prompts, completions = self._prompts[0][examples], self._completions[0][examples]
-        found: list[NearPair] = []
         first, second = _candidates(completions.view(np.uint64))
+        of_prompts, of_completions = np.zeros(len(first)), np.zeros(len(first))
         for at in range(0, len(first), _COMPARED_AT_ONCE):
-            left, right = first[at : at + _COMPARED_AT_ONCE], second[at : at + _COMPARED_AT_ONCE]
-            of_completions = (completions[left] == completions[right]).mean(1)
-            of_prompts = (prompts[left] == prompts[right]).mean(1)
-            for i in np.flatnonzero((of_completions >= NEAR) & (of_prompts >= NEAR)):
-                places = int(examples[left[i]]), int(examples[right[i]])
-                found.append(NearPair(*places, float(of_prompts[i]), float(of_completions[i])))
-        return sorted(found, key=lambda pair: (-pair.least, pair.first, pair.second))
+            part = slice(at, at + _COMPARED_AT_ONCE)
+            of_prompts[part] = (prompts[first[part]] == prompts[second[part]]).mean(1)
+            of_completions[part] = (completions[first[part]] == completions[second[part]]).mean(1)
+        least = np.minimum(of_prompts, of_completions)
+        order = np.lexsort((second, first, -least))
+        return NearPairs(examples[first], examples[second], of_prompts, of_completions)[order[least[order] >= NEAR]]
 
     def _minima(self, lists: pa.LargeListArray) -> Uint32s:
         """For each list, return the smallest value of each hash function over the list's runs, uint32 (n, HASHES)."""
@@ -143,15 +142,15 @@ def _candidates(bands: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], n
     """Return the indices of the examples to compare: first[i] with second[i]. In `bands`, uint64 (n, 16), each group of four
     16-bit entries of the completions' sketches is one number."""
     count = len(bands)
-    codes = np.zeros(0, np.int64)
+    codes: list[npt.NDArray[np.int64]] = []
     for band in range(bands.shape[1]):
         order = np.argsort(bands[:, band], kind="stable")
         same = np.concatenate([[False], np.diff(bands[order, band]) == 0])
         heads = order[np.maximum.accumulate(np.where(same, 0, np.arange(count)))]
         later = np.flatnonzero(same)
-        pairs = [heads[later] * count + order[later], order[later - 1] * count + order[later]]
-        codes = np.unique(np.concatenate([codes, *pairs]))
-    return codes // max(1, count), codes % max(1, count)
+        codes += [heads[later] * count + order[later], order[later - 1] * count + order[later]]
+    found = np.unique(np.concatenate(codes))
+    return found // max(1, count), found % max(1, count)
 
 
 def _shared_start(prompts: pa.LargeListArray) -> Uint32s:
@@ -184,6 +183,7 @@ def similarities(left: pa.LargeListArray, right: pa.LargeListArray, at_least: fl
     left_at, right_at = left.offsets.to_numpy(), right.offsets.to_numpy()
     lengths = np.diff(left_at), np.diff(right_at)
     most = 2 * np.minimum(*lengths) / np.maximum(lengths[0] + lengths[1], 1)
+    most[np.maximum(*lengths) > MOST_COMPARED] = 0.0
     found = np.zeros(len(left), np.float32)
     left_ids, right_ids = left.values.to_numpy(), right.values.to_numpy()
     for i in np.flatnonzero(most >= at_least):

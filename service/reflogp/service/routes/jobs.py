@@ -8,14 +8,14 @@ from typing import Annotated
 
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, HTMLResponse
 
 from reflogp.service.auth import requires
 from reflogp.service.bodies import JSON, body_schemas, read_json, require_type, stream_chunks
 from reflogp.service.context import Context
 from reflogp.service.large_requests import content_length
 from reflogp.service.ledger import Ledger
-from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobRequest, Jobs, JobState, QuerySettings, Report
+from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobRequest, Jobs, JobState, QuerySettings
 from reflogp.service.problems import Problem, documented
 
 #: A job can be submitted with the dataset as the request body. This dict maps each allowed media type to its file suffix.
@@ -27,6 +27,12 @@ DATASET_TYPES = {
     "application/vnd.apache.arrow.file": ".arrow",
 }
 _PARQUET = "application/vnd.apache.parquet"
+#: A report shows texts of strangers' rows. It has an inline stylesheet and images, and nothing that a sandbox forbids.
+_REPORT_HEADERS = {
+    "Content-Security-Policy": "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+    "frame-ancestors 'none'; form-action 'none'; base-uri 'none'",
+    "Cache-Control": "no-store",
+}
 #: Number of jobs read from the ledger at once, and size of a page's JSON in bytes after which no more jobs are added.
 _JOBS_AT_ONCE, _PAGE_BYTES = 50, 4 << 20
 _JobId = Annotated[str, Path(description="Id of the job, as returned when the job was submitted.")]
@@ -186,23 +192,28 @@ def jobs_router(context: Context) -> APIRouter:
         await _require_done(job_id)
         file = precompute.result(job_id)
         if not await to_thread.run_sync(file.is_file):
-            raise Problem(404, "the job has no result because no row of its dataset could be read", "see the job's report")
+            raise Problem(404, "the job has no result because no row of its dataset could be read", "see the job's bad rows")
         return FileResponse(file, media_type=_PARQUET, filename=f"{job_id}.parquet")
 
     @router.get(
         "/v1/jobs/{job_id}/report",
         dependencies=[reader],
-        summary="Show a job's report",
-        response_description="Histograms, outliers and bad rows.",
-        responses=documented(401, 403, 404, 409, 413, 422, 503),
+        summary="Fetch a job's report",
+        response_class=HTMLResponse,
+        response_description="The report as a page that stands alone.",
+        responses=documented(401, 403, 404, 409, 422, 503),
     )
-    async def report(job_id: _JobId) -> Report:
-        """Show the report on a completed job's values: histograms, outliers and bad rows."""
+    async def report(job_id: _JobId) -> Response:
+        """Return the report on a completed job's values, as `reflogp report` writes it.
+
+        The report shows log-probs, margins, truncation, outliers and duplicates. A job has no report if its dataset has more
+        than 300,000 rows, or no row with tokens; the job's notes (`summary.notes`) say why.
+        """
         await _require_done(job_id)
-        found = await to_thread.run_sync(precompute.report, job_id)
-        if found is None:
-            raise Problem(404, "the job has no report", "submit the dataset again with a new Idempotency-Key")
-        return found
+        file = precompute.report(job_id)
+        if not await to_thread.run_sync(file.is_file):
+            raise Problem(404, "the job has no report", "see the notes of the job, or write a report with `reflogp report`")
+        return FileResponse(file, media_type="text/html", headers=_REPORT_HEADERS)
 
     async def _require_done(job_id: str) -> None:
         state = (await precompute.get(job_id)).state

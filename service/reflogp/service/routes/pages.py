@@ -1,4 +1,4 @@
-"""Serve the web pages: the list of jobs, a page for each job, references, the store, and sign-in.
+"""Serve the web pages: the list of jobs, a page for each job, references, and sign-in.
 
 Pages are rendered on the server. In the browser, a script keeps the open page up to date.
 """
@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from importlib.resources import files
-from typing import get_args
 from urllib.parse import parse_qs, quote
 
 from anyio import to_thread
@@ -21,8 +20,7 @@ from reflogp.scoring.reports.chart_frame import STYLE
 from reflogp.service.auth import SIGNED_IN_SECONDS, cookie_name, entry_of, require_scope, signed_in
 from reflogp.service.bodies import read_body, require_type
 from reflogp.service.context import Context
-from reflogp.service.models import UNFINISHED, JobState
-from reflogp.service.pages import charts
+from reflogp.service.models import JOB_STATES, UNFINISHED
 from reflogp.service.pages.names import dataset_name, job_name
 from reflogp.service.problems import Problem, problem_of
 from reflogp.service.settings import Scope
@@ -30,7 +28,6 @@ from reflogp.service.sites import is_of_own_page
 from reflogp.store import ReflogpError, texts
 from reflogp.store.texts import hide_secrets, visible
 
-_STATES: tuple[JobState, ...] = get_args(JobState)
 #: Number of jobs per page of the list of jobs, and maximum size of a sign-in form in bytes.
 _JOBS, _FORM_BYTES = 50, 16 << 10
 #: Headers of every page. The module `sites` then adds its HEADERS, except those that are already set here.
@@ -58,7 +55,6 @@ def pages_router(context: Context) -> APIRouter:
     router.get("/jobs")(pages.shown(pages.jobs))
     router.get("/jobs/{job_id}")(pages.shown(pages.job))
     router.get("/references")(pages.shown(pages.references))
-    router.get("/store")(pages.shown(pages.store))
     router.post("/jobs/{job_id}/cancel")(pages.shown(pages.cancel, "score"))
     router.post("/jobs/{job_id}/retry")(pages.shown(pages.retry, "score"))
     router.get("/signin")(pages.shown(pages.ask_token, None))
@@ -86,7 +82,7 @@ class _Pages:
         for name in ("number", "percent", "duration", "byte_count", "moment", "machine_moment"):
             self._templates.filters[name] = getattr(texts, name)
         self._templates.filters.update(dataset_name=dataset_name, job_name=job_name)
-        self._templates.globals.update(static=self._static_url, histogram=charts.histogram, guarded=bool(self._tokens))
+        self._templates.globals.update(static=self._static_url, guarded=bool(self._tokens))
 
     def shown(self, handler: _Handler, scope: Scope | None = "read") -> Callable[[Request], Awaitable[Response]]:
         """Wrap a handler in a route that checks the cookie, shows errors as pages and adds headers to the response.
@@ -108,7 +104,7 @@ class _Pages:
         return answer
 
     async def jobs(self, request: Request, who: str) -> Response:
-        state = next((state for state in _STATES if state == request.query_params.get("state")), None)
+        state = next((state for state in JOB_STATES if state == request.query_params.get("state")), None)
         before = request.query_params.get("before")
         page = await to_thread.run_sync(self._context.ledger.page, state, before, _JOBS)
         return self._page(
@@ -116,7 +112,7 @@ class _Pages:
             who,
             page=page,
             state=state,
-            states=_STATES,
+            states=JOB_STATES,
             before=before,
             unfinished=any(page.counts.get(state) for state in UNFINISHED),
             url=f"{'https' if _came_by_https(request) else 'http'}://{request.url.netloc}",
@@ -128,7 +124,7 @@ class _Pages:
         job = await to_thread.run_sync(self._context.ledger.get, job_id)
         if job is None:
             raise Problem(404, f"there is no job {job_id!r}", "see the list of jobs; old jobs are deleted automatically")
-        report = await to_thread.run_sync(self._context.precompute.report, job_id) if job.state == "done" else None
+        report = await to_thread.run_sync(self._context.precompute.report(job_id).is_file)
         return self._page("job.html", who, job=job, report=report, unfinished=job.state in UNFINISHED)
 
     async def cancel(self, request: Request, who: str) -> Response:
@@ -140,15 +136,9 @@ class _Pages:
         return RedirectResponse(f"/jobs/{job.id}", HTTPStatus.SEE_OTHER)
 
     async def references(self, request: Request, who: str) -> Response:
-        return self._page("references.html", who, entries=await self._context.registry.threads.run(self._context.registry.list))
-
-    async def store(self, request: Request, who: str) -> Response:
-        entries = [
-            entry
-            for entry in await self._context.registry.threads.run(self._context.registry.list)
-            if entry.snapshot is not None or entry.problem
-        ]
-        return self._page("store.html", who, entries=entries, uri=hide_secrets(self._context.registry.store.uri))
+        registry = self._context.registry
+        entries = await registry.threads.run(registry.list)
+        return self._page("references.html", who, entries=entries, uri=hide_secrets(registry.store.uri))
 
     async def ask_token(self, request: Request, who: str) -> Response:
         target = _local(request.query_params.get("next", ""))
@@ -213,12 +203,11 @@ class _Pages:
         return await handler(request, entry.name)
 
     def _page(self, template: str, who: str, status: int = 200, **values: object) -> Response:
-        here = {"jobs.html": "/", "references.html": "/references", "store.html": "/store"}.get(template)
+        here = {"jobs.html": "/", "references.html": "/references"}.get(template)
         values = {"unfinished": False, "here": here, "who": who, **values}
         return HTMLResponse(self._templates.get_template(template).render(values), status)
 
     def _error(self, request: Request, problem: Problem) -> Response:
-        job_id = request.path_params.get("job_id")
         entry = signed_in(request, self._tokens)
         response = self._page(
             "error.html",
@@ -228,7 +217,6 @@ class _Pages:
             title=HTTPStatus(problem.status).phrase,
             detail=hide_secrets(problem.detail),
             next_step=hide_secrets(problem.next_step),
-            back=f"/jobs/{job_id}" if job_id and request.method == "POST" else "/",
         )
         response.headers.update(problem.headers or {})
         return response

@@ -32,7 +32,7 @@ from reflogp.service.worker.job_dataset import JobDataset, cache_name, delete_ol
 from reflogp.service.worker.job_engine import JobEngine
 from reflogp.service.worker.protocol import JobOrder
 from reflogp.service.worker.reader import Reading
-from reflogp.service.worker.result import write_result
+from reflogp.service.worker.result import bad_row_reasons, write_result
 from reflogp.store import ContentMismatchError, FileChangedError, Reference, Store
 from reflogp.store.texts import hide_secrets, shortened
 from reflogp.store.windows import TrainerSettings
@@ -217,8 +217,8 @@ def run_job(
 ) -> dict[str, Any]:
     """Run a job.
 
-    Return the summary that `reflogp score --json` prints, with an additional entry `image_files`: True if any row names an
-    image file.
+    Return the summary that `reflogp score --json` prints, with two additional entries: `image_files` is True if any row names
+    an image file, and `bad_row_reasons` says why rows have no values.
 
     Each attempt opens the dataset's files once, fails if their content does not match `order.digest`, and reads the tokenizer
     from the model's folder. If a dataset or tokenizer file is modified during an attempt, the job starts over, with at most
@@ -254,7 +254,8 @@ def run_job(
                 logger.info("the job starts over: %s", error, extra={"job": order.job})
     delete_oldest(place.tokens, place.max_tokens_bytes)
     progress.finish(summary.sequences, summary.hits)
-    return asdict(summary) | {"image_files": image_files}
+    reasons = bad_row_reasons(progress.problems)
+    return asdict(summary) | {"image_files": image_files, "bad_row_reasons": reasons}
 
 
 #: The tokenizer of the last job, and what it was loaded from.
@@ -323,7 +324,7 @@ def _attempt(
                 watcher=progress,
             )
             with span("write result"):
-                write_result(
+                without_report = write_result(
                     dataset,
                     partial(_tokenizer_of, tokenizer),
                     place.store[reference.reference_id].snapshot(),
@@ -331,8 +332,10 @@ def _attempt(
                     progress.problems,
                     Path(order.result),
                     Path(order.report),
+                    f"job {order.job}",
                     job.check,
                 )
+            summary.notes += [without_report] if without_report else []
         except DatasetError as error:
             files.check()  # if a file has changed, report the change rather than the error it caused
             raise DatasetError(str(error).replace(str(files.readable), order.file)) from error

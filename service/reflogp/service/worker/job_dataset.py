@@ -12,12 +12,14 @@ import json
 import os
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from reflogp.scoring.data.images import ImageFile
 from reflogp.scoring.data.shape import Format
@@ -81,6 +83,17 @@ class JobDataset:
     def __iter__(self) -> Iterator[TokenizedRows]:
         return _read(self._kept) if self._kept.is_file() else self._tokenized_and_kept()
 
+    def only(self, numbers: Iterable[int]) -> Iterator[TokenizedRows]:
+        """Yield the windows of the rows with these numbers."""
+        rows = frozenset(numbers)
+        if not self._kept.is_file():
+            yield from read_rows(replace(self._reading, only=rows), self._check, self._load_vision)
+            self._unchanged()
+            return
+        for window in _read(self._kept):
+            wanted = pc.is_in(window.table["row"], pa.array(rows, pa.int64()))
+            yield replace(window, table=window.table.filter(wanted))
+
     def _tokenized_and_kept(self) -> Iterator[TokenizedRows]:
         self._kept.parent.mkdir(parents=True, exist_ok=True)
         delete_abandoned(self._kept.parent)
@@ -106,6 +119,7 @@ class JobDataset:
                         "problems": json.dumps(problems),
                         "last_row": str(window.last_row),
                         "notes": json.dumps(window.notes),
+                        "labels": json.dumps(window.labels),
                     }
                     writer.write_batch(batch, custom_metadata=note)
                     problems = {}
@@ -129,7 +143,7 @@ def cache_name(dataset_digest: str, tokenizer_digest: str, form: Format | None, 
         "split": split,
         "versions": {name: version(name) for name in ("reflogp", "transformers", "tokenizers")},
     }
-    digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16, person=b"reflogp.tok.v3")
+    digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16, person=b"reflogp.tok.v4")
     return f"{digest.hexdigest()}.arrow"
 
 
@@ -190,8 +204,9 @@ def _read(kept: Path) -> Iterator[TokenizedRows]:
             batch = reader.get_batch_with_custom_metadata(number)
             note = batch.custom_metadata
             problems = {int(row): problem for row, problem in json.loads(note[b"problems"]).items()}
-            notes = tuple(json.loads(note[b"notes"]))
-            yield TokenizedRows(pa.Table.from_batches([batch.batch]), [], problems, int(note[b"last_row"]), notes=notes)
+            notes, labels = tuple(json.loads(note[b"notes"])), json.loads(note[b"labels"])
+            table = pa.Table.from_batches([batch.batch])
+            yield TokenizedRows(table, [], problems, int(note[b"last_row"]), notes=notes, labels=labels)
 
 
 def _empty_batch(schema: pa.Schema) -> pa.RecordBatch:

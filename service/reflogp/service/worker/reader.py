@@ -79,6 +79,7 @@ class Reading:
         row_seconds: seconds of processor time for a row.
         memory: bytes of memory for the process, in addition to the memory that its libraries take.
         folder: folder for temporary files; None for the default.
+        only: numbers of the rows to read; None for all rows.
     """
 
     file: str
@@ -92,6 +93,7 @@ class Reading:
     row_seconds: float
     memory: int
     folder: str | None = None
+    only: frozenset[int] | None = None
 
     def open_image(self) -> OpenFile:
         """Return the function that opens the image files that rows name."""
@@ -204,6 +206,7 @@ def _window(head: dict[str, Any], body: bytes, vision: VisionProcessor | None, o
         images,
         vision if head["has_images"] else None,
         tuple(head["notes"]),
+        head["labels"],
     )
 
 
@@ -247,6 +250,7 @@ def _read(connection: Connection, reading: Reading, after: int, alone: bool, bad
                 "limited": window.limited or bool(bad),
                 "has_images": window.vision is not None,
                 "notes": window.notes,
+                "labels": window.labels,
             }
             _send(connection, head, stream_bytes(table))
 
@@ -273,7 +277,7 @@ class _Rows(RowSource):
             open_image=reading.open_image(),
             is_fetched=reading.root is None,
         )
-        self._bad = bad
+        self._bad, self._numbers = bad, reading.only
 
     def __iter__(self) -> Iterator[Row]:
         for row in super().__iter__():

@@ -34,6 +34,7 @@ const shown = () => new Promise((resolve) => {
 
 // Refresh the page every few seconds, as long as it says how many.
 async function follow() {
+  if (!document.querySelector("[data-every]")) return;
   for (let part; (part = document.querySelector("[data-every]")); ) {
     await pause(Number(part.dataset.every));
     await shown();
@@ -48,11 +49,4 @@ async function follow() {
   if (ended) say(`The job is ${ended.dataset.state}.`);
 }
 
-// When a link on another site opens this page, the browser sends no cookie. A request made by this page includes the cookie.
-async function skipSignIn() {
-  const answer = await fetch(location.href, { redirect: "manual", cache: "no-store" });
-  if (answer.type === "opaqueredirect") location.replace(location.href);
-}
-
-if (document.querySelector("[data-every]")) follow();
-else if (document.getElementById("signin") && location.search) skipSignIn();
+follow();
