@@ -35,14 +35,15 @@ from reflogp.scoring.data.tokenizer_files import read_tokenizer_files
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.runs.score import score_dataset
+from reflogp.scoring.runs.units import VisionCache
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from reflogp.scoring.torch_engine.flow import InFlight, Unit
 from reflogp.service.confined_paths import digest_below
+from reflogp.service.runner.devices import LentWorkers
+from reflogp.service.runner.job import JobCallbacks, JobModel, run_job
+from reflogp.service.runner.order import JobContext, JobOrder
 from reflogp.service.worker.engine_loop import Answer, EngineLoop, Engines, OnlineRequest
-from reflogp.service.worker.helpers import Helpers
-from reflogp.service.worker.job import JobCallbacks, JobContext, JobModel, run_job
-from reflogp.service.worker.protocol import JobOrder
-from reflogp.service.worker.reader import default_memory
+from reflogp.service.worker.units import UnitServer
 from reflogp.store import Store, describe_reference
 
 _ANSWER_SECONDS = 60.0
@@ -134,10 +135,10 @@ def score(world: World, online: bool) -> dict[str, Any]:
 
 
 def job(world: World, online: bool) -> dict[str, Any]:
-    """Run a job as a service's worker does, but in this process; with `online`, send online requests meanwhile."""
+    """Run a job as a service does, but in this process alone; with `online`, send online requests meanwhile."""
     store = world.store()
     state = Path(tempfile.mkdtemp(dir=world.folder))
-    place = JobContext(store, state / "tokens", 1 << 30, 30.0, 10.0, default_memory())
+    context = JobContext(store.uri, state / "tokens", 1 << 30, 10.0)
     answers: dict[str, tuple[threading.Event, list[Answer]]] = {}
 
     def answered(answer: Answer) -> None:
@@ -148,8 +149,12 @@ def job(world: World, online: bool) -> dict[str, Any]:
     engines = Engines(lambda _: clocked(str(world.model)), 1, None, lambda ids: None, lambda name: None)
     loop = EngineLoop(engines, lambda ids: None, answered, 0.005)
     reference_id = world.reference.reference_id
-    order = _order(world, state, reference_id)
-    store.create_table(world.reference)
+    order = _order(world, state)
+    table = store.create_table(world.reference)
+    address = str(state / "worker")
+    UnitServer(address, loop, lambda _: table, lambda _: VisionCache(str(world.model), False), 30.0).start()
+    workers = LentWorkers(reference_id, lambda: None)
+    workers.lend(0, address)
     running = threading.Thread(target=loop.run, daemon=True)
     running.start()
     found: dict[str, Any] = {}
@@ -158,11 +163,10 @@ def job(world: World, online: bool) -> dict[str, Any]:
         found.update(
             run_job(
                 order,
-                place,
-                JobModel(world.reference, lambda: read_tokenizer_files(str(world.model)), lambda: None),
-                loop,
-                Helpers(order.job, lambda message, content: None, False),
-                JobCallbacks(lambda progress, committed: None, lambda keys: None, lambda: None),
+                context,
+                JobModel(lambda: read_tokenizer_files(str(world.model)), lambda: None),
+                workers,
+                JobCallbacks(lambda progress, committed: None, lambda: None),
             )
         )
 
@@ -191,12 +195,13 @@ def job(world: World, online: bool) -> dict[str, Any]:
     return found
 
 
-def _order(world: World, state: Path, reference_id: str) -> JobOrder:
+def _order(world: World, state: Path) -> JobOrder:
     return JobOrder(
         job="job",
-        reference_id=reference_id,
+        reference=world.reference,
         model=str(world.model),
         revision=None,
+        trust_remote_code=False,
         file=str(world.data),
         root=None,
         digest=digest_below(world.folder, world.data)[1],
@@ -207,8 +212,6 @@ def _order(world: World, state: Path, reference_id: str) -> JobOrder:
         ld_alpha=None,
         result=str(state / "result.parquet"),
         report=str(state / "report.html"),
-        suspects=[],
-        poison={},
         request=None,
         traceparent=None,
     )

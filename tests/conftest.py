@@ -24,7 +24,7 @@ LONGEST = (
     "trainer_ext/test_launchers",
     "scoring/test_ray",
     "trainer_ext/test_swift",
-    "service/test_helping",
+    "service/test_lending",
     "scoring/test_sweep",
     "trainer_ext/test_axolotl",
     "trainer_ext/test_ordinary_runs",

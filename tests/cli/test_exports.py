@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenized import TokenizedDataset
-from reflogp.service.worker.result import write_result
+from reflogp.service.runner.result import write_result
 from reflogp.store import Store, describe_reference
 from reflogp.store.windows import TrainerSettings
 from tests.conftest import REPOSITORY, plain_token_logps, write_rows

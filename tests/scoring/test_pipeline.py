@@ -18,7 +18,7 @@ from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.torch_engine import TorchEngine
 from reflogp.service.worker.engine_loop import EngineLoop, Engines, ModelUnloadedError, OnlineRequest
-from reflogp.service.worker.job_engine import JobEngine
+from reflogp.service.worker.units import JobEngine
 from reflogp.store import LogprobTable, Store, StoreUnavailableError, describe_reference, sequence_keys
 from tests.conftest import plain_token_logps, write_rows
 from tests.scoring.test_engine import random_sequences
@@ -171,12 +171,12 @@ def test_groups_that_come_and_do_not_come(seed, reference_folder):
             return None if unit.tokens > most else super()._launch(unit, temperature)
 
     engine = Small(str(reference_folder), "float32", token_budget=int(draw.choice([100, 500])))
-    begun, values, empty = [], {}, 0
-    for number, landed in enumerate(engine.flow(iter(groups), before=begun.extend)):
+    values, empty = {}, 0
+    for number, landed in enumerate(engine.flow(iter(groups))):
         engine.pass_seconds = [None, 1e-9][number % 2]
         empty += not landed
         for place, logps in landed:
-            assert place not in values and place in begun
+            assert place not in values
             values[place] = logps
     assert values.keys() == set(range(40)) and empty <= groups.count([])
     model = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32)
@@ -227,7 +227,7 @@ def test_a_job_counts_its_own_passes_and_goes_on_later_if_its_model_makes_room_f
 
     engines = Engines(make, 2, None, lambda ids: None, lambda name: None)
     loop = EngineLoop(engines, lambda ids: None, answers.append, 0.0)
-    job = JobEngine(loop, engines.get("a"), "a", (), {}, lambda keys: None, lambda: None)
+    job = JobEngine(loop, engines.get("a"), "a", lambda: None)
     loop.ask(OnlineRequest("1", "a", random_sequences(30, seed=1), 1.0, False, None))
     thread = threading.Thread(target=loop.run)
     thread.start()
@@ -239,7 +239,7 @@ def test_a_job_counts_its_own_passes_and_goes_on_later_if_its_model_makes_room_f
         assert engines.get("a").token_counts().computed > job.token_counts().computed
         groups = itertools.chain([sequences], itertools.repeat([]))
         with pytest.raises(ModelUnloadedError):
-            for number, _ in enumerate(loop.flow("a", groups, lambda numbers: None, lambda: None)):
+            for number, _ in enumerate(loop.flow("a", groups, lambda: None)):
                 if number == 2:
                     loop.ask(OnlineRequest("2", "b", random_sequences(2), 1.0, False, None))
     finally:

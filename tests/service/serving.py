@@ -94,6 +94,14 @@ class Service:
         except psutil.Error:
             return []
 
+    def started_runners(self) -> list[int]:
+        """Process ids of all processes that were started for jobs."""
+        return [int(found[1]) for line in list(self.log) if (found := re.search(r"job started, pid (\d+)", line))]
+
+    def runners(self) -> list[psutil.Process]:
+        """Those of them that are alive."""
+        return [psutil.Process(pid) for pid in self.started_runners() if psutil.pid_exists(pid)]
+
     def _real(self, launched: int) -> int:
         return (self._warm.program_of(launched) or 0) if self._warm else launched
 

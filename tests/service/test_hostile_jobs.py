@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from reflogp.client import Client
-from reflogp.service.worker.job import Progress
+from reflogp.service.runner.job import Progress
 from reflogp.store.texts import MOST_CHARACTERS
 from tests.conftest import save_llama, write_rows
 from tests.scoring.hostile_rows import obedient, pair, write_raw
@@ -144,7 +144,7 @@ def test_no_text_of_a_row_is_kept_whole(client, service, place, tmp_path):
 
 
 def test_a_job_keeps_a_limited_number_of_different_texts_about_bad_rows(monkeypatch):
-    monkeypatch.setattr("reflogp.service.worker.job._TEXTS", 3)
+    monkeypatch.setattr("reflogp.service.runner.job._TEXTS", 3)
     progress = Progress(None)
     for row in range(10):
         progress.bad_row(row, f"problem {row // 2}")

@@ -209,13 +209,13 @@ def test_kto_rows_with_images_and_a_model_of_text_refuse_them(service, place, re
 
 
 @pytest.mark.slow
-def test_a_helper_scores_images(place, tmp_path, warm_python):
+def test_another_worker_scores_images(place, tmp_path, warm_python):
     settings = {"devices": ["cpu", "cpu"], "token_budget": 256, "commit_seconds": 0.5, "pinned": "ref"}
     file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(place / "llava")}, **settings)
     rows = write_rows(tmp_path / "rows.jsonl", [pair(f"which? {n}", [uri(picture(n % 40))]) for n in range(700)])
     with running("--config", file, warm=warm_python) as service:
         job, _, _ = done(service, rows)
-        assert any(" to help worker " in line for line in service.log) and job.summary["workers"] == 2
+        assert any("lent worker" in line for line in service.log) and job.summary["workers"] == 2
     assert job.summary["bad_rows"] == 0 and job.summary["scored"] == 1400
     summary = score(str(place / "llava"), str(rows), tmp_path / "here", dtype="float32")
     same_rows(rows_of(tmp_path / "here", summary.reference_id), rows_of(tmp_path / "store", summary.reference_id))

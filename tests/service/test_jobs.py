@@ -218,11 +218,12 @@ def test_killed_workers_and_services_lose_nothing(tmp_path, reference_folder, wa
         wait_until(lambda: stored(tmp_path / "store") > 50)  # committed, however fast the machine scores
         [worker] = service.workers()
         worker.send_signal(signal.SIGKILL)
-        wait_for(client, job, lambda found: found.attempts == 2 and found.progress.scored > 20)
+        before = client.job(job).progress.scored
+        wait_for(client, job, lambda found: found.progress.scored > before + 20)
         service.kill()
     with running("--config", file, warm=warm_python) as service, Client(service.url) as client:
         ended = client.watch(job)
-        assert (ended.state, ended.attempts) == ("done", 3)
+        assert (ended.state, ended.attempts) == ("done", 2)
         assert ended.summary["hits"] > 50
         result = pq.read_table(client.result(job, tmp_path / "result.parquet"))
     assert result["error"].null_count == 1000
@@ -274,19 +275,19 @@ def test_a_row_that_kills_workers_is_found_and_the_others_are_scored(tmp_path, r
     assert ended.state == "done", "".join(service.log)
     assert ended.summary["bad_row_numbers"] == [33]
     assert [at for at, error in enumerate(result["error"].to_pylist()) if error] == [33]
-    assert "a worker died each time this sequence was scored (killed by SIGKILL" in result["error"][33].as_py()
-    assert 4 <= ended.attempts <= 9  # a pack of about 25 sequences, halved each time
+    assert "the sequence killed two workers (killed by SIGKILL" in result["error"][33].as_py()
+    assert ended.attempts == 1  # the job's own process goes on
 
 
 @pytest.mark.slow
-def test_three_deaths_without_progress_fail_the_job_with_the_reason(tmp_path, reference_folder, warm_python):
+def test_three_workers_that_cannot_load_the_model_fail_the_job_with_the_reason(tmp_path, reference_folder, warm_python):
     model = deadly_model(reference_folder, tmp_path / "deadly", on_load=True)
     entry = {**float32(model), "trust_remote_code": True}
     file = settings_file(tmp_path, tmp_path / "store", {"ref": entry})
     with running("--config", file, warm=warm_python) as service, Client(service.url) as client:
         ended = client.watch(client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(3, seed=12)), "ref").id)
-        assert (ended.state, ended.attempts) == ("failed", 3)
-        assert "3 workers died" in ended.error and "SIGKILL" in ended.error
+        assert ended.state == "failed"
+        assert "3 workers in a row were lost before they were ready" in ended.error and "SIGKILL" in ended.error
         wait_until(lambda: httpx.get(f"{service.url}/readyz").status_code == 200)  # the next job may be a good one
 
 

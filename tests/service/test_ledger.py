@@ -73,16 +73,10 @@ def test_deaths_count_until_something_is_committed(ledger):
     job = put(ledger, "one")[0].id
     for expected in (1, 2):
         ledger.claim([], 0)
-        assert ledger.died(job, ["aa"], {}, "note") == expected
-    assert ledger.claim([], 0).suspects == ["aa"]
-    ledger.progressed(job, JobProgress())
-    assert ledger.died(job, [], {"aa": "why"}, "note") == 3
-    claim = ledger.claim([], 0)
-    assert (claim.suspects, claim.poison) == ([], {"aa": "why"})
+        assert ledger.died(job, "note", 3) == expected
+    assert ledger.claim([], 0).deaths == 2
     ledger.forget_deaths(job)
-    assert ledger.died(job, [], {}, "note") == 1
-    ledger.claim([], 0)
-    assert ledger.died(job, ["aa"], {}, "note", narrowed=True) == 1
+    assert ledger.died(job, "note", 3) == 1
 
 
 def test_another_ledger_on_the_same_file_goes_on(ledger, tmp_path):
@@ -125,6 +119,6 @@ def test_as_many_deaths_as_the_limit_fail_the_job(ledger):
     job = put(ledger, "one")[0].id
     for expected, state in ((1, "queued"), (2, "queued"), (3, "failed")):
         ledger.claim([], 0)
-        assert ledger.died(job, [], {}, "its worker ended: killed by SIGKILL", limit=3) == expected
+        assert ledger.died(job, "its process ended: killed by SIGKILL", 3) == expected
         assert ledger.get(job).state == state
-    assert "3 workers died" in ledger.get(job).error and "SIGKILL" in ledger.get(job).error
+    assert "3 processes that ran the job ended" in ledger.get(job).error and "SIGKILL" in ledger.get(job).error

@@ -59,7 +59,7 @@ CALLS = {
     "fetch_again": (running, lambda ledger, job: ledger.fetch_again(job, "gone")),
     "note": (waiting, lambda ledger, job: ledger.note(job, "why")),
     "give_back": (running, lambda ledger, job: ledger.give_back(job, "why")),
-    "died": (running, lambda ledger, job: ledger.died(job, ["aa"], {}, "why", limit=3)),
+    "died": (running, lambda ledger, job: ledger.died(job, "why", 3)),
     "retry": (ended, lambda ledger, job: ledger.retry(job) in (True, False)),
     "files_in_use": (waiting, lambda ledger, job: ledger.files_in_use()),
     "ended_before": (ended, lambda ledger, job: ledger.ended_before(NOW) == [job]),
@@ -146,7 +146,7 @@ def test_what_was_done_and_reported_as_failed_is_done_once(tmp_path, monkeypatch
     assert ledger.counts() == {"running": 1}
     assert ledger.requeue_running("lost") == 1  # as the service does after a claim that failed
     assert ledger.claim([], 0).id == job
-    assert reported_as_failed("died", lambda: ledger.died(job, ["aa"], {}, "why")) == 1
+    assert reported_as_failed("died", lambda: ledger.died(job, "why", 3)) == 1
     assert ledger.claim([], 0).deaths == 1
     reported_as_failed("cancel", lambda: ledger.cancel(job))
     reported_as_failed("finish", lambda: ledger.finish(job, "cancelled"))
@@ -280,8 +280,8 @@ def test_cancelled_jobs_end_cancelled_whatever_happens_to_them(tmp_path):
     ends = {
         "requeue": lambda job: ledger.requeue_running(),
         "give_back": lambda job: ledger.give_back(job, "why"),
-        "died": lambda job: ledger.died(job, [], {}, "why"),
-        "died often": lambda job: ledger.died(job, [], {}, "why", limit=1),
+        "died": lambda job: ledger.died(job, "why", 3),
+        "died often": lambda job: ledger.died(job, "why", 1),
         "finish": lambda job: ledger.finish(job, "cancelled"),
     }
     for name, end in ends.items():

@@ -19,8 +19,8 @@ from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset
 from reflogp.scoring.data.tokenizer_files import read_tokenizer_files
 from reflogp.scoring.errors import DatasetError
-from reflogp.service.worker.job_dataset import JobDataset, delete_abandoned
-from reflogp.service.worker.reader import Reading, count_rows, read_rows
+from reflogp.service.runner.job_dataset import JobDataset, delete_abandoned
+from reflogp.service.runner.reader import Reading, count_rows, read_rows
 from tests.conftest import REPOSITORY, write_rows
 from tests.scoring.hostile_rows import obedient, pair
 from tests.service.serving import token_rows, wait_until

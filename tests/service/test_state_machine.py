@@ -86,7 +86,7 @@ REASONS = {
     "tokenizer": r"chang|token",
     "dataset": r"chang|being written to",
     "disk": r"space|disk|full|written|write|too large|store",
-    "deaths": r"worker",
+    "deaths": r"worker|processes that ran",
 }
 #: What no reason begins with: the name of an exception that nobody foresaw.
 UNFORESEEN = re.compile(r"^(the dataset cannot be used: )?[A-Za-z_.]*(Error|Exception|Interrupt|StopIteration)\b|Traceback")
@@ -303,6 +303,10 @@ class Sequence(RuleBasedStateMachine):
     @operation()
     def kill_worker(self) -> str:
         return self.signal_workers(signal.SIGKILL, self.world.workers())
+
+    @operation()
+    def kill_runner(self) -> str:
+        return self.signal_workers(signal.SIGKILL, self.world.runners())
 
     @operation()
     def stop_worker(self) -> str:
@@ -725,7 +729,7 @@ class Sequence(RuleBasedStateMachine):
             if told.max_length is not None and len(prompt) >= told.max_length:
                 continue  # dropped, as TRL does it
             if row["error"] is not None:
-                if told.deaths >= 2 and "a worker died" in row["error"]:
+                if told.deaths >= 2 and "the sequence killed two workers" in row["error"]:
                     continue  # it was in hand whenever one was killed
                 return f"row {number}: {row['error']}"
             for side, completion in (("chosen", chosen), ("rejected", rejected)):

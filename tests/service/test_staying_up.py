@@ -398,9 +398,12 @@ def test_each_call_of_the_ledger_fails_in_a_working_service(tmp_path, reference_
             insist(lambda: httpx.put(f"{url}/v1/uploads/a.jsonl", content=b"x", headers=BYTES))
             insist(lambda: httpx.get(f"{url}/v1/uploads/a.jsonl"))
             insist(lambda: httpx.delete(f"{url}/v1/uploads/a.jsonl"))
-            for worker in psutil.Process().children():
+            for worker in psutil.Process().children():  # and the fork server of runners
                 if number == 0 and "reflogp.service.worker" in " ".join(worker.cmdline()):
-                    worker.kill()  # `died`, and `give_back`
+                    worker.kill()
+                elif number == 0 and "forkserver" in " ".join(worker.cmdline()):
+                    for runner in worker.children():
+                        runner.kill()  # `died`
             insist(lambda: httpx.get(f"{url}/v1/jobs"))
             unfinished = dict.fromkeys(jobs)
             stop = time.monotonic() + 200

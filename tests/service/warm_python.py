@@ -9,7 +9,6 @@ run, in a process of its own.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import selectors
 import signal
@@ -30,9 +29,9 @@ MODULES = [
     "deltalake",
     "uvicorn.protocols.http.h11_impl",
     "uvicorn.lifespan.on",
-    "reflogp.service.worker.engine_loop",
-    "reflogp.service.worker.job",
+    "reflogp.service.worker.units",
     "reflogp.service.worker.write_back",
+    "reflogp.service.runner.run",
     "reflogp.service.app",
     "reflogp.service.run",
     "reflogp.scoring.runs.scheduler",
@@ -91,12 +90,13 @@ def launch(place: str) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, pass_on)
-    request = {"arguments": sys.argv[1:], "environment": dict(os.environ), "folder": str(Path.cwd())}
+    streams = [int(stream.name) for stream in list(Path("/proc/self/fd").iterdir()) if stream.exists()]
+    request = {"arguments": sys.argv[1:], "environment": dict(os.environ), "folder": str(Path.cwd()), "streams": streams}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(place)
-        socket.send_fds(connection, [json.dumps(request).encode()], [0, 1, 2])
+        socket.send_fds(connection, [json.dumps(request).encode()], streams)
         program = int(connection.recv(_MESSAGE))
-        for stream in (0, 1, 2):  # a pipe must end when the program ends, not when the launcher does
+        for stream in streams:  # a pipe must end when the program ends, not when the launcher does
             os.close(stream)
         status = int(connection.recv(_MESSAGE) or b"256")
     if os.WIFSIGNALED(status):
@@ -144,7 +144,7 @@ class _Zygote:
 
     def _take(self) -> None:
         connection, _ = self._listener.accept()
-        message, streams, *_ = socket.recv_fds(connection, _MESSAGE, 3)
+        message, streams, *_ = socket.recv_fds(connection, _MESSAGE, 64)
         if not message:
             connection.close()
             return
@@ -181,6 +181,7 @@ class _Zygote:
 def _run_and_exit(request: dict[str, Any], streams: list[int]) -> None:
     """Be the program, in the zygote's child."""
     import atexit
+    import fcntl
     import runpy
     import threading
     import traceback
@@ -189,15 +190,17 @@ def _run_and_exit(request: dict[str, Any], streams: list[int]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.setsid()
-    for number, stream in enumerate(streams):
+    streams = [fcntl.fcntl(stream, fcntl.F_DUPFD, 1024) for stream in streams]  # away from where they belong
+    os.closerange(0, 1024)
+    for number, stream in zip(request["streams"], streams, strict=True):
         os.dup2(stream, number)
-    os.closerange(3, 4096)
+    os.closerange(1024, 4096)
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     status = 0
     try:
-        match request["arguments"]:
+        match [argument for argument in request["arguments"] if argument != "-B"]:
             case ["-c", code, *arguments]:
                 sys.argv = ["-c", *arguments]
                 exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
@@ -227,7 +230,6 @@ def _main(place: str, executable: str) -> None:
     answers = os.fdopen(os.dup(1), "w")  # ends with this process: no program has it
     os.dup2(2, 1)  # what imports print is no answer
     sys.path.pop(0)  # this folder
-    multiprocessing.set_executable(sys.executable)  # a fork server gets more open files than the launcher passes on
     sys.executable = executable  # of the programs that a program starts
     for module in MODULES:
         importlib.import_module(module)

@@ -255,6 +255,10 @@ class World:
         """The service's process; 0 when it has ended."""
         return self.service.pid if self.service is not None else 0
 
+    def runners(self) -> list[psutil.Process]:
+        """The processes of its jobs that are alive."""
+        return self.service.runners() if self.service is not None else []
+
     def workers(self) -> list[psutil.Process]:
         """Its workers that are alive."""
         return self.service.workers() if self.service is not None else []

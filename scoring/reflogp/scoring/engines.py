@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -66,26 +66,18 @@ class PassEngine(Engine, Protocol):
         sequences: list[Sequence],
         skip: Collection[int] = (),
         temperature: float = 1.0,
-        before: Callable[[list[int]], None] | None = None,
     ) -> Iterator[list[tuple[int, Outcome]]]:
         """Score sequences, except those whose index is in `skip`.
 
         The logits are divided by `temperature`. An engine that supports only temperature 1 raises EngineError for all others.
 
-        Before each pass, call `before` with the indices of the pass's sequences. After each pass, yield a list with the index
-        and the outcome of each sequence in the pass.
+        After each pass, yield a list with the index and the outcome of each sequence in the pass.
         """
 
-    def flow(
-        self,
-        groups: Iterable[list[Sequence]],
-        temperature: float = 1.0,
-        before: Callable[[list[int]], None] | None = None,
-    ) -> Generator[list[tuple[int, Outcome]]]:
+    def flow(self, groups: Iterable[list[Sequence]], temperature: float = 1.0) -> Generator[list[tuple[int, Outcome]]]:
         """Score groups as they arrive; see Engine.flow. `temperature` has the same meaning as in `passes`.
 
-        Before each pass, call `before` with the numbers of the pass's sequences, which are counted across all groups. Between
-        two yields, the caller may score other sequences with the engine.
+        Between two yields, the caller may score other sequences with the engine.
         """
 
 

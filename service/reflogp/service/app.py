@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -10,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from anyio import to_thread
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
@@ -24,6 +26,7 @@ from reflogp.service.metrics import Metrics, Timed
 from reflogp.service.online import OnlineScoring
 from reflogp.service.pool import Pool, WorkerHandle
 from reflogp.service.precompute import Precompute
+from reflogp.service.processes import start_fork_server
 from reflogp.service.registry import ReferenceRegistry, with_dtypes
 from reflogp.service.request_ids import RequestIds
 from reflogp.service.routes.health import health_router
@@ -32,6 +35,7 @@ from reflogp.service.routes.lookups import lookups_router
 from reflogp.service.routes.pages import pages_router
 from reflogp.service.routes.scores import scores_router
 from reflogp.service.routes.uploads import uploads_router
+from reflogp.service.runner.order import JobContext
 from reflogp.service.settings import ServerSettings
 from reflogp.service.sites import SameSiteGuard, SecurityHeaders
 from reflogp.service.supervision import supervise
@@ -75,7 +79,8 @@ def create_app(settings: ServerSettings) -> FastAPI:
     ledger = Ledger(folder / "jobs.sqlite", _LEDGER_SECONDS)
     files = DatasetFiles(folder / "uploads", ledger, settings)
     uploads = Uploads(files, ledger)
-    precompute = Precompute(settings, folder, ledger, registry, uploads, files, metrics)
+    shared = JobContext(registry.store.uri, folder / "tokens", settings.max_uploads_bytes // 3, _ROW_SECONDS)
+    precompute = Precompute(settings, folder, ledger, registry, uploads, files, metrics, shared)
     online = OnlineScoring(settings, registry, metrics)
     large = LargeRequests()
     context = Context(settings, registry, ledger, precompute, online, uploads, metrics, large)
@@ -89,7 +94,8 @@ def create_app(settings: ServerSettings) -> FastAPI:
         at_online = await online.on_death(worker, reason)
         await precompute.on_death(worker, reason, blame=not at_online)
 
-    configurations = _configurations(settings, registry, folder, _devices(settings, registry))
+    sockets = tempfile.TemporaryDirectory(prefix="reflogp-")  # a short path, which no other user can enter
+    configurations = _configurations(settings, registry, Path(sockets.name), _devices(settings, registry))
     most = settings.max_worker_bytes or total_memory() * 9 // 10
     pool = Pool(configurations, on_frame, on_death, most)
 
@@ -98,14 +104,19 @@ def create_app(settings: ServerSettings) -> FastAPI:
         online.start(pool)
         precompute.start(pool)
         pool.start()
+        forking = asyncio.create_task(to_thread.run_sync(start_fork_server)) if configurations else None
         watch = asyncio.create_task(supervise("checking the store", registry.watch))
         yield
         watch.cancel()
         precompute.drain()
+        if forking is not None:
+            await forking
+        await precompute.stop_jobs()
         await pool.close()
         await precompute.close()
         ledger.close()
         lock.close()
+        sockets.cleanup()
 
     app = _App(
         title="reflogp",
@@ -139,9 +150,9 @@ def _devices(settings: ServerSettings, registry: ReferenceRegistry) -> list[Plac
 
 
 def _configurations(
-    settings: ServerSettings, registry: ReferenceRegistry, folder: Path, workers: list[Place]
+    settings: ServerSettings, registry: ReferenceRegistry, sockets: Path, workers: list[Place]
 ) -> list[WorkerConfiguration]:
-    """Return one configuration for each worker.
+    """Return one configuration for each worker. `sockets` is the folder for the sockets that runners connect to.
 
     Raise UsageError if two references with the same model and dtypes have different engines or engine settings.
     """
@@ -157,17 +168,17 @@ def _configurations(
     first = WorkerConfiguration(
         device="auto",
         visible=None,
-        workers=len(workers),
+        address="",
         sharing=max(1, sum(place.device == "cpu" for place in workers)),
         token_budget=settings.token_budget,
         models=models,
         capacity=settings.max_loaded,
         pinned=named[settings.pinned].reference_id if settings.pinned is not None else None,
         store=registry.store.uri,
-        tokens=str(folder / "tokens"),
-        max_tokens_bytes=settings.max_uploads_bytes // 3,
         commit_seconds=_COMMIT_SECONDS,
         window_seconds=_WINDOW_SECONDS,
-        row_seconds=_ROW_SECONDS,
     )
-    return [replace(first, device=place.device, visible=place.visible) for place in workers]
+    return [
+        replace(first, device=place.device, visible=place.visible, address=str(sockets / str(number)))
+        for number, place in enumerate(workers)
+    ]

@@ -1,6 +1,6 @@
 """Use `datasets` to find the files that belong to a split of a dataset on the Hugging Face Hub.
 
-A stranger may have written the repository's metadata, so this happens in a process with limits (see worker/limited.py). The
+A stranger may have written the repository's metadata, so this happens in a process with limits (see runner/limited.py). The
 process reads the metadata but no data, and begins no search for files outside the repository.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 from reflogp.scoring.data.read import SUFFIXES_IN_WORDS, dataset_suffix
 from reflogp.scoring.errors import DatasetError
 from reflogp.service.confined_paths import MOST_ENTRIES
-from reflogp.service.worker.limited import ProcessEndedError, messages
+from reflogp.service.runner.limited import ProcessEndedError, messages
 from reflogp.store import ReflogpError
 from reflogp.store.hub import HubFile, HubPlace, translated
 from reflogp.store.storage import sentence

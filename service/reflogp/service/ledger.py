@@ -14,7 +14,7 @@ import json
 import secrets
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,8 +45,6 @@ create table if not exists job (
     finished_at text,
     attempts integer not null default 0,
     deaths integer not null default 0,
-    suspects text not null default '[]',
-    poison text not null default '{}',
     progress text not null default '{}',
     note text,
     error text,
@@ -101,15 +99,10 @@ class Submission:
 
 @dataclass(frozen=True)
 class Claim:
-    """A job that is about to run on a worker.
+    """A job that is about to run.
 
     Attributes:
-        deaths: number of worker deaths since values of the job were last committed to the store, excluding the deaths that
-            reduced the number of suspects.
-        suspects: keys (hex) of the sequences that may have killed a worker, because the worker was scoring them when it died.
-            The suspects are scored again in smaller and smaller groups, to find the sequence that kills workers.
-        poison: dict from the key (hex) of each skipped sequence to the reason for skipping it. A sequence is skipped if it
-            killed workers.
+        deaths: number of the job's runners that died since values of the job were last committed to the store.
         request, traceparent: X-Request-Id and W3C trace context of the last submission that queued the job.
     """
 
@@ -119,8 +112,6 @@ class Claim:
     reference_id: str
     priority: int
     deaths: int = 0
-    suspects: list[str] = field(default_factory=list)
-    poison: dict[str, str] = field(default_factory=dict)
     request: str | None = None
     traceparent: str | None = None
 
@@ -381,32 +372,23 @@ class Ledger:
         """
         self._change(job, lambda db: _requeue(db, "id = ? and state = 'running'", note, job))
 
-    def died(
-        self, job: str, suspects: list[str], poison: dict[str, str], note: str, narrowed: bool = False, limit: int | None = None
-    ) -> int:
-        """Queue a job again after its worker died. If the job was cancelled, or if too many workers died, end it instead.
+    def died(self, job: str, note: str, limit: int) -> int:
+        """Queue a job again after its runner died. If the job was cancelled, or if too many runners died, end it instead.
 
         Args:
-            suspects, poison: values of the attributes `suspects` and `poison` in the job's next Claim.
-            note: reason why the worker died. If the job fails, the reason is also part of the job's error.
-            narrowed: whether this death reduced the number of suspects. If so, the death does not count toward `limit`.
-            limit: the job fails when the returned number reaches this limit. None means no limit.
+            note: reason why the runner died. If the job fails, the reason is also part of the job's error.
+            limit: the job fails when the returned number reaches this limit.
 
         Returns:
-            The number of worker deaths since values of the job were last committed to the store, excluding the deaths that
-            reduced the number of suspects.
+            The number of runners that died since values of the job were last committed to the store.
         """
 
         def died(db: sqlite3.Connection) -> int:
-            changed = db.execute(
-                "update job set deaths = case when ? then deaths else deaths + 1 end, suspects = ?, poison = ?"
-                " where id = ? and state = 'running'",
-                [narrowed, json.dumps(suspects), json.dumps(poison), job],
-            )
+            changed = db.execute("update job set deaths = deaths + 1 where id = ? and state = 'running'", [job])
             row = db.execute("select deaths from job where id = ?", [job]).fetchone()
             deaths = int(row["deaths"]) if row else 0
-            if changed.rowcount and limit is not None and deaths >= limit:
-                error = f"{deaths} workers died in a row without making progress on the job; the last time, {note}"
+            if changed.rowcount and deaths >= limit:
+                error = f"{deaths} processes that ran the job ended without making progress; the last time, {note}"
                 cancelled = db.execute("select 1 from cancellation where job = ?", [job]).fetchone() is not None
                 _finish(db, job, "cancelled" if cancelled else "failed", None, None if cancelled else error)
             _requeue(db, "id = ? and state = 'running'", note, job)
@@ -417,8 +399,7 @@ class Ledger:
     def retry(self, job: str) -> bool:
         """Queue a failed or cancelled job again; return False if it is in another state.
 
-        If the dataset was given by its URI, it is fetched again. Sequences that were skipped because they had killed workers
-        are scored again.
+        If the dataset was given by its URI, it is fetched again.
         """
         return self._file.write(lambda db: _retry(db, job))
 
@@ -513,7 +494,7 @@ def _is_lasting(asked: Submission, summary: str | None) -> bool:
 
 def _finish(db: sqlite3.Connection, job: str, state: JobState, summary: dict[str, Any] | None, error: str | None) -> bool:
     changed = db.execute(
-        "update job set state = ?, finished_at = ?, summary = ?, error = ?, deaths = 0, suspects = '[]'"
+        "update job set state = ?, finished_at = ?, summary = ?, error = ?, deaths = 0"
         " where id = ? and state in ('queued', 'running')",
         [state, _now(), None if summary is None else json.dumps(summary), error, job],
     )
@@ -532,7 +513,7 @@ def _requeue(db: sqlite3.Connection, condition: str, note: str, *values: str) ->
 def _retry(db: sqlite3.Connection, job: str) -> bool:
     """Queue a failed or cancelled job again; return False if it is in another state."""
     changed = db.execute(
-        "update job set state = 'queued', error = null, finished_at = null, deaths = 0, suspects = '[]', poison = '{}'"
+        "update job set state = 'queued', error = null, finished_at = null, deaths = 0"
         " where id = ? and state in ('failed', 'cancelled')",
         [job],
     )
@@ -570,8 +551,6 @@ def _as_claim(row: sqlite3.Row, origin: sqlite3.Row | None) -> Claim:
         row["reference_id"],
         row["priority"],
         row["deaths"],
-        json.loads(row["suspects"]),
-        json.loads(row["poison"]),
         *(origin or (None, None)),
     )
 

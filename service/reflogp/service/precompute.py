@@ -1,11 +1,12 @@
-"""Run precompute jobs: submit jobs, assign them to workers, and record their progress and final states.
+"""Run precompute jobs: submit jobs, start their runners, lend workers to them, and record their progress and final states.
 
-A precompute job scores a dataset with a reference. The code of this module runs in the event loop. Calls that use the ledger or
-files run in separate threads.
+A precompute job scores a dataset with a reference. It runs in a process of its own, the runner, which reads the dataset and
+sends what has to be scored to the workers that the service lends it: one from the start, and others as long as they are idle.
 
-Requests from callers (submit, cancel, retry) are recorded in the job ledger before the response is sent. Reports from workers
-that change a job's state are recorded through PendingWrites, so that a job continues even while the ledger cannot be written.
-Only one task assigns jobs to workers.
+The code of this module runs in the event loop. Calls that use the ledger or files run in separate threads. Requests from
+callers (submit, cancel, retry) are recorded in the job ledger before the response is sent. Reports from runners that change a
+job's state are recorded through PendingWrites, so that a job continues even while the ledger cannot be written. Only one task
+claims jobs.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ import hashlib
 import json
 import logging
 import signal
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -28,33 +28,42 @@ from typing import Any
 
 from anyio import to_thread
 
+from reflogp.scoring.machine import total_memory
 from reflogp.service.dataset_files import DatasetFiles
 from reflogp.service.errors import LedgerDamagedError, LedgerError
 from reflogp.service.fetch import check_uri
 from reflogp.service.fetching import Fetching
-from reflogp.service.helping import Helping
 from reflogp.service.ledger import Claim, DifferentContentError, Ledger, QueueFullError, Submission
 from reflogp.service.metrics import Metrics
 from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobProgress, JobRequest, JobSettings, JobState
 from reflogp.service.pending_writes import PendingWrites
 from reflogp.service.pool import Pool, WorkerHandle
 from reflogp.service.problems import Problem
+from reflogp.service.processes import RunnerProcess, start_runner
 from reflogp.service.registry import ReferenceRegistry
 from reflogp.service.request_ids import request_id, traceparent
 from reflogp.service.roots import resolve_path, root_of
+from reflogp.service.runner.order import JobContext, JobOrder
 from reflogp.service.settings import ServerSettings
 from reflogp.service.supervision import supervise
 from reflogp.service.threads import Threads
 from reflogp.service.uploads import Uploads
-from reflogp.service.worker.protocol import JobOrder
 from reflogp.store import ReferenceNotFoundError
 from reflogp.store.texts import counted, hide_secrets, shortened_without_secrets
 
 logger = logging.getLogger(__name__)
 
-#: A job fails if this many workers have died since values of the job were last committed. A death is not counted if it reduced
-#: the number of suspects (see Claim), or if the worker was computing an online request.
+#: A job fails if this many of its runners have died since values of the job were last committed.
 _DEATHS = 3
+#: A worker that has loaded a job's model is lent to a running job that has workers only if the job has at least _LEFT_SECONDS
+#: of work left. For a worker that must first load the model, the minimum is _LEFT_TO_LOAD_SECONDS.
+_LEFT_SECONDS, _LEFT_TO_LOAD_SECONDS = 1.0, 30.0
+#: A worker that has died this many times while it was lent to a job is not lent to that job again.
+_FAILURES = 3
+#: A runner that has not stopped this many seconds after SIGTERM is killed.
+_STOP_SECONDS = 30.0
+#: Seconds between checks of the runners' memory.
+_LOOK_SECONDS = 2.0
 #: A job that was first submitted less than this many seconds ago may be overtaken by newer jobs of the same priority whose
 #: model is already loaded.
 _PATIENCE_SECONDS = 60.0
@@ -77,24 +86,31 @@ _Write = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
 class _Running:
-    """A job that is assigned to a worker.
+    """A job that was claimed from the ledger and has not ended.
 
     Attributes:
-        claim: the job, as it was claimed from the ledger.
-        in_flight: keys (hex) of the sequences in the worker's current forward pass for this job.
-        cancelled: event that is set once the job has been cancelled.
-        stop_reason: reason why the job must stop on its worker, or None if it may continue.
-        began: True once the job has been sent to the worker.
+        runner: the job's process; None until it has started.
+        workers: numbers of the workers that are lent to the job.
+        failures: worker number -> how often the worker has died while it was lent to the job.
+        cancelled: whether the job has been cancelled.
+        stop_reason: reason why the job must stop, or None if it may continue.
+        killed_for: reason why the runner was killed.
         counted: the progress that the metrics already include.
     """
 
-    def __init__(self, claim: Claim) -> None:
+    def __init__(self, claim: Claim, worker: int) -> None:
         self.claim = claim
-        self.in_flight: list[str] = []
-        self.cancelled = threading.Event()
+        self.runner: RunnerProcess | None = None
+        self.workers = {worker}
+        self.failures: Counter[int] = Counter()
+        self.cancelled = False
         self.stop_reason: str | None = None
-        self.began = False
+        self.killed_for = ""
         self.counted = JobProgress()
+
+    def send(self, message: dict[str, Any]) -> None:
+        if self.runner is not None:
+            self.runner.send(message)
 
 
 class Precompute:
@@ -108,6 +124,7 @@ class Precompute:
         uploads: the uploads, by name.
         files: the uploaded and fetched datasets.
         metrics: metrics to update.
+        context: settings that all jobs share.
     """
 
     def __init__(
@@ -119,6 +136,7 @@ class Precompute:
         uploads: Uploads,
         files: DatasetFiles,
         metrics: Metrics,
+        context: JobContext,
     ) -> None:
         self._settings = settings
         self._results = folder / "results"
@@ -135,14 +153,14 @@ class Precompute:
         self._files = Threads("the dataset's file system", _FILE_THREADS)
         self._models = Threads("the model's file system", _FILE_THREADS, 60.0)
         self._admissions: dict[str, asyncio.Task[dict[str, str]]] = {}  # dataset (JSON) -> its check, which has not ended yet
-        self._pool: Pool | None = None
-        self._helping: Helping
-        self._running: dict[int, _Running] = {}  # worker number -> the job it is running
+        self._pool: Pool
+        self._context = context
+        self._running: dict[str, _Running] = {}  # job id -> the running job
         self._cancelled: set[str] = set()  # ids of running jobs that must stop because they were cancelled
         self._store_failures: Counter[str] = Counter()  # ids of running and queued jobs whose store could not be used
         self._paused: dict[str, float] = {}  # id of a job -> when it may be tried again, on the clock of time.monotonic
         self._watchers: dict[str, set[asyncio.Event]] = {}
-        self._background: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
         self._wanted = asyncio.Event()
         self._look_for_lost = True
         self._closing = False
@@ -152,13 +170,13 @@ class Precompute:
     def start(self, pool: Pool) -> None:
         """Start the background tasks. Jobs that were unfinished when the service last stopped are continued."""
         self._pool = pool
-        self._helping = Helping(pool)
         self._assign()
         work = {
             "assigning jobs": self._assign_for_ever,
             "fetching datasets": self._fetching.run,
             "housekeeping": self._keep_house,
             "watching the ledger": self._watch_ledger,
+            "watching runners": self._watch_runners,
         }
         self._tasks = [asyncio.create_task(supervise(name, run)) for name, run in work.items()]
         self._flusher = asyncio.create_task(supervise("recording the state of jobs", self._pending.run))
@@ -172,11 +190,17 @@ class Precompute:
         for job in list(self._watchers):
             self._notify(job)
 
+    async def stop_jobs(self) -> None:
+        """Stop all running jobs, and wait until their runners have exited. Call this method before the workers exit."""
+        for running in self._running.values():
+            self._stop(running, "the service ended")
+        while self._running:
+            await asyncio.sleep(0.05)
+
     async def close(self) -> None:
         """Stop the background tasks, and write to the ledger all job states that have not been recorded yet.
 
-        Call this method after all workers have exited. If the states of some jobs cannot be recorded, log the number of those
-        jobs.
+        If the states of some jobs cannot be recorded, log the number of those jobs.
         """
         self.drain()
         if self._flusher is not None:
@@ -335,99 +359,36 @@ class Precompute:
         return self._results / f"{job_id}.report.html"
 
     async def on_frame(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
-        """Handle a frame from a worker.
-
-        The frame reports on the worker's job, contains a message for another worker, or says that the worker is ready. Other
-        frames, such as those about online requests, are ignored.
-        """
-        if self._helping.on_frame(worker, message, body):
-            return
-        running = self._running.get(worker.number)
-        match message["op"]:
-            case "ready":
-                self._assign()
-            case "pass" if running is not None and running.claim.id == message["job"]:
-                running.in_flight = message["keys"]
-            case "progress" if running is not None and running.claim.id == message["job"]:
-                progress = JobProgress(**message["progress"])
-                self._count(running, progress)
-                job = running.claim.id
-                if message["committed"]:
-                    self._store_failures.pop(job, None)
-                    if running.claim.deaths:
-                        running.claim = replace(running.claim, deaths=0)
-                        self._in_background(self._pending.put(job, partial(self._ledger.forget_deaths, job)))
-                self._find_help(worker.number, running)
-                self._ledger.progressed(job, progress)
-                self._notify(job)
-            case "job" if running is not None and running.claim.id == message["job"]:
-                self._release(worker.number, running, self._end_of(running, message))
+        """If a frame says that a worker's process is ready, use the worker."""
+        if message["op"] == "ready":
+            for running in self._running.values():
+                if worker.number in running.workers:
+                    self._lend(running, worker.number)
+            self._assign()
 
     async def on_death(self, worker: WorkerHandle, reason: str, blame: bool) -> None:
-        """Handle the end of a worker's process: queue the worker's job again, or record that the job failed or was cancelled.
+        """Handle the end of a worker's process: tell the job that it was lent to.
 
         Args:
             blame: True if the job may have killed the worker; False if the worker was computing an online request when it died.
         """
-        was_helping = self._helping.is_helping(worker.number)
-        self._helping.on_death(worker, reason, blame)
-        blame = blame and not was_helping  # a worker that is still helping has not started its own job yet
-        running = self._running.get(worker.number)
-        if running is None:
-            return
-        job = running.claim.id
-        if running.cancelled.is_set():
-            self._release(worker.number, running, self._finish(job, "cancelled"))
-            return
-        note = f"the worker ended: {reason}"
-        if not blame or self._closing:
-            self._release(worker.number, running, self._give_back(job, note))
-            return
-        suspects, poison = running.claim.suspects, dict(running.claim.poison)
-        known = set(suspects)
-        at_work = set(running.in_flight)
-        narrowed = bool(at_work and known and at_work < known)
-        if len(at_work) == 1 and at_work == known:
-            poison |= dict.fromkeys(at_work, f"a worker died each time this sequence was scored ({reason})")
-            suspects, narrowed = [], True
-            logger.warning("skipping a sequence that crashes workers; its key is %s", next(iter(at_work)), extra={"job": job})
-        elif at_work:
-            suspects = sorted(at_work)
-        logger.warning("the job's worker ended: %s", reason, extra={"job": job})
+        for running in self._running.values():
+            if worker.number in running.workers:
+                if blame:
+                    logger.warning("a worker of the job ended: %s", reason, extra={"job": running.claim.id})
+                    running.failures[worker.number] += 1
+                running.send({"op": "gone", "worker": worker.number, "reason": reason, "blamed": blame})
+                if worker.broken:
+                    running.workers.discard(worker.number)
+        self._assign()
 
-        def recorded(deaths: int | None) -> None:  # None: the write failed with an unexpected error, which was logged
-            if deaths is not None and deaths >= _DEATHS:
-                self._ended(job, "failed", f"{deaths} workers died in a row without making progress on the job", True)
-            else:
-                self._notify(job)
-
-        died = partial(self._ledger.died, job, suspects, poison, note, narrowed, _DEATHS)
-        self._release(worker.number, running, (died, recorded))
-
-    def _release(self, number: int, running: _Running, write: _Write) -> None:
-        """Remove a job from its worker and record the job's new state, without waiting for it.
-
-        The write is queued before the job is removed from `_running`; otherwise, `_requeue_lost` might queue the job again.
-        """
-        job = running.claim.id
-        recorded = self._pending.put(job, *write)
-        del self._running[number]
-        self._helping.end(job, number)
-        self._cancelled.discard(job)
-
-        async def assign() -> None:
-            await recorded
-            self._assign()
-
-        self._in_background(assign())
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
     def _end_of(self, running: _Running, message: dict[str, Any]) -> _Write:
-        """Return the ledger write for a message in which a worker reports that its job is done, has failed, or was stopped."""
+        """Return the ledger write for a frame in which a runner reports that its job is done, has failed, or was stopped."""
         job = running.claim.id
         match message["end"]:
             case "done":
@@ -435,24 +396,39 @@ class Precompute:
             case "failed":
                 source = running.claim.source
                 return self._finish(job, "failed", error=message["error"].replace(source.get("file", "\0"), source["name"]))
-            case "stopped" if running.cancelled.is_set():
-                return self._finish(job, "cancelled")
-            case "stopped" if message["why"] == "store":
-                error = f"the store cannot be used: {shortened_without_secrets(message['error'])}"
-                self._store_failures[job] += 1
-                if self._store_failures[job] > _STORE_TRIES:
-                    del self._store_failures[job]
-                    return self._finish(job, "failed", error=error)
-                pause = min(_LONGEST_STORE_PAUSE, _STORE_PAUSE * 2 ** (self._store_failures[job] - 1))
-                self._paused[job] = time.monotonic() + pause
-                asyncio.get_running_loop().call_later(pause, self._assign)
-                return self._give_back(job, error)
-            case _:
-                why = {
-                    "interrupted": "a job with higher priority needed the worker",
-                    "displaced": "the job's model was unloaded to make room for another model",
-                }
-                return self._give_back(job, why.get(message["why"], "the service ended"))
+            case _ if message["error"] is None or running.cancelled:
+                return self._stopped(running)
+        error = f"the store cannot be used: {shortened_without_secrets(message['error'])}"
+        self._store_failures[job] += 1
+        if self._store_failures[job] > _STORE_TRIES:
+            del self._store_failures[job]
+            return self._finish(job, "failed", error=error)
+        pause = min(_LONGEST_STORE_PAUSE, _STORE_PAUSE * 2 ** (self._store_failures[job] - 1))
+        self._paused[job] = time.monotonic() + pause
+        asyncio.get_running_loop().call_later(pause, self._assign)
+        return self._give_back(job, error)
+
+    def _stopped(self, running: _Running) -> _Write:
+        """Return the ledger write for a job that was stopped."""
+        if running.cancelled:
+            return self._finish(running.claim.id, "cancelled")
+        return self._give_back(running.claim.id, running.stop_reason or "the service ended")
+
+    def _died(self, running: _Running, reason: str) -> _Write:
+        """Return the ledger write for a job whose runner has exited without a report."""
+        job = running.claim.id
+        if running.stop_reason is not None:
+            return self._stopped(running)
+        reason = running.killed_for or reason
+        logger.warning("the process that ran the job ended: %s", reason, extra={"job": job})
+
+        def recorded(deaths: int | None) -> None:  # None: the write failed with an unexpected error, which was logged
+            if deaths is not None and deaths >= _DEATHS:
+                self._ended(job, "failed", f"{deaths} processes that ran the job ended without making progress", True)
+            else:
+                self._notify(job)
+
+        return partial(self._ledger.died, job, f"the process that ran the job ended: {reason}", _DEATHS), recorded
 
     def _give_back(self, job: str, note: str) -> _Write:
         """Return the ledger write that puts a running job back into the queue and records the reason."""
@@ -524,7 +500,7 @@ class Precompute:
 
         Queue these jobs again, but end those that were cancelled.
         """
-        held = {running.claim.id for running in self._running.values()}
+        held = set(self._running)
         self._cancelled &= held
         known = self._pending.jobs | held
         if lost := await to_thread.run_sync(self._ledger.requeue_running, "the service or the job's worker ended", known):
@@ -534,77 +510,135 @@ class Precompute:
             )
 
     async def _assign_once(self) -> None:
-        """Assign queued jobs to idle workers.
+        """Start queued jobs, each with a worker that is idle or that another job can spare.
 
-        If a job that remains queued has a higher priority than a running job, interrupt the running job with the lowest
-        priority.
+        If a job that remains queued has a higher priority than a running job, stop the running job with the lowest priority.
         """
-        assert self._pool is not None
-        for worker in sorted(self._pool.workers, key=lambda worker: self._helping.is_helping(worker.number)):
-            if not worker.ready or worker.number in self._running:
-                continue
+        while (worker := self._spare_worker()) is not None:
             self._paused = {job: until for job, until in self._paused.items() if until > time.monotonic()}
             but = self._pending.jobs | set(self._paused)
             claim = await to_thread.run_sync(self._ledger.claim, worker.loaded, _PATIENCE_SECONDS, but)
             if claim is None:
-                return
-            if not worker.ready:  # the worker's process has ended since the check
-                self._look_for_lost = True
-                self._wanted.set()
-                return
-            self._helping.dismiss(worker.number)
-            running = self._running[worker.number] = _Running(claim)
+                break
+            for other in self._running.values():
+                if worker.number in other.workers:
+                    other.workers.discard(worker.number)
+                    other.send({"op": "take_back", "worker": worker.number})
+            running = self._running[claim.id] = _Running(claim, worker.number)
             self._stop_if_cancelled()
-            self._in_background(self._begin(worker, running))
+            self._in_background(self._run(running))
             self._notify(claim.id)
         highest = await to_thread.run_sync(self._ledger.highest_queued_priority, self._pending.jobs | set(self._paused))
-        busy = [(running.claim.priority, number) for number, running in self._running.items() if not running.stop_reason]
-        if highest is not None and busy and min(busy)[0] < highest:
-            number = min(busy)[1]
-            self._stop(number, self._running[number], "interrupted")
+        busy = [running for running in self._running.values() if not running.stop_reason]
+        if highest is not None and busy:
+            lowest = min(busy, key=lambda running: running.claim.priority)
+            if lowest.claim.priority < highest:
+                self._stop(lowest, "a job with higher priority needed the worker")
+        for running in busy:
+            self._lend_idle(running)
 
-    def _find_help(self, owner: int, running: _Running) -> None:
-        """Ask idle workers to help with a running job.
+    def _spare_worker(self) -> WorkerHandle | None:
+        """Return a ready worker for a queued job: an idle one, or one of a job that has others; None if there is none."""
+        spare: WorkerHandle | None = None
+        lent = {number: running for running in self._running.values() for number in running.workers}
+        for worker in self._pool.workers:
+            if not worker.ready:
+                continue
+            if worker.number not in lent:
+                return worker
+            others = lent[worker.number].workers - {worker.number}
+            if any(self._pool.workers[other].ready for other in others):
+                spare = worker
+        return spare
 
-        Queued jobs take precedence: a helper stops helping as soon as it is assigned a queued job.
+    def _lend_idle(self, running: _Running) -> None:
+        """Lend idle workers to a running job that has no worker, or that is expected to run long enough to make it worthwhile.
+
+        A worker that would have to unload a model is not lent. Queued jobs take precedence.
         """
-        assert self._pool is not None
-        if self._wanted.is_set() or self._closing or running.stop_reason is not None:
+        if self._wanted.is_set() or self._closing or running.stop_reason is not None or running.runner is None:
             return
-        idle = [worker for worker in self._pool.workers if worker.answering and worker.number not in self._running]
-        if idle:
-            self._helping.offer(running.claim, owner, running.counted, idle)
+        claim, progress = running.claim, running.counted
+        lent = {number for other in self._running.values() for number in other.workers}
+        for worker in self._pool.workers:
+            if not worker.answering or worker.number in lent or running.failures[worker.number] >= _FAILURES:
+                continue
+            is_loaded = claim.reference_id in worker.loaded
+            movable = [model for model in worker.loaded if model != worker.configuration.pinned]
+            is_full = not is_loaded and bool(movable) and len(worker.loaded) >= worker.configuration.capacity
+            least = _LEFT_SECONDS if is_loaded else _LEFT_TO_LOAD_SECONDS
+            is_worthwhile = progress.scored and progress.seconds_left is not None and progress.seconds_left >= least
+            if not running.workers or (is_worthwhile and not is_full):
+                logger.info("lent worker %d to the job as well", worker.number, extra={"job": claim.id})
+                running.workers.add(worker.number)
+                self._lend(running, worker.number)
 
-    async def _begin(self, worker: WorkerHandle, running: _Running) -> None:
+    def _lend(self, running: _Running, number: int) -> None:
+        if self._pool.workers[number].ready:
+            address = self._pool.workers[number].configuration.address
+            running.send({"op": "lend", "worker": number, "address": address})
+
+    async def _run(self, running: _Running) -> None:
+        """Run a claimed job, and record how it ended."""
+        job = running.claim.id
+        try:
+            write = await self._begin(running) or await self._follow(running)
+        except Exception as error:
+            logger.exception("a job could not be run", extra={"job": job})
+            write = self._finish(job, "failed", error=f"{type(error).__name__}: {error}")
+        recorded = self._pending.put(job, *write)  # before the job is removed; otherwise, `_requeue_lost` might queue it again
+        del self._running[job]
+        self._cancelled.discard(job)
+        await recorded
+        self._assign()
+
+    async def _follow(self, running: _Running) -> _Write:
+        """Handle the frames of a job's runner until the job ends. Return the ledger write for its end."""
+        assert running.runner is not None
+        while (frame := await running.runner.receive()) is not None:
+            message, _ = frame
+            if message["op"] == "job":
+                self._in_background(running.runner.wait())
+                return self._end_of(running, message)
+            self._progressed(running, message)
+        return self._died(running, await running.runner.wait())
+
+    def _progressed(self, running: _Running, message: dict[str, Any]) -> None:
+        job, progress = running.claim.id, JobProgress(**message["progress"])
+        self._count(running, progress)
+        if message["committed"]:
+            self._store_failures.pop(job, None)
+            if running.claim.deaths:
+                running.claim = replace(running.claim, deaths=0)
+                self._in_background(self._pending.put(job, partial(self._ledger.forget_deaths, job)))
+        self._lend_idle(running)
+        self._ledger.progressed(job, progress)
+        self._notify(job)
+
+    async def _begin(self, running: _Running) -> _Write | None:
+        """Start a job's runner. If the job cannot run, return the ledger write that says so."""
         claim = running.claim
         source = claim.source
         root: str | None = None
-        write: _Write | None = None
         try:
             entry = self._registry.entry_of(claim.settings.reference, claim.reference_id)
             if "path" in source:
                 root = str(await self._files.run(root_of, Path(source["file"]), self._settings))
             elif "uri" in source and not await to_thread.run_sync(Path(source["file"]).exists):
                 note = "the fetched dataset was deleted; fetching it again"
-                write = partial(self._ledger.fetch_again, claim.id, note), lambda _: self._fetch_changed(claim.id)
+                return partial(self._ledger.fetch_again, claim.id, note), lambda _: self._fetch_changed(claim.id)
         except ReferenceNotFoundError as error:
-            write = self._finish(claim.id, "failed", error=str(error))
+            return self._finish(claim.id, "failed", error=str(error))
         except Exception as error:
             detail = error.detail if isinstance(error, Problem) else str(error)
-            write = self._finish(claim.id, "failed", error=f"the dataset cannot be used: {detail}")
-        if self._running.get(worker.number) is not running:
-            return  # the worker has died by now
-        if running.cancelled.is_set():
-            write = self._finish(claim.id, "cancelled")
-        if write is not None:
-            self._release(worker.number, running, write)
-            return
+            return self._finish(claim.id, "failed", error=f"the dataset cannot be used: {detail}")
         settings = claim.settings
         order = JobOrder(
             job=claim.id,
-            reference_id=claim.reference_id,
+            reference=self._registry.model_of(claim.reference_id),
             model=entry.model,
             revision=entry.revision,
+            trust_remote_code=entry.trust_remote_code,
             file=source["file"],
             digest=source["digest"],
             root=root,
@@ -615,29 +649,50 @@ class Precompute:
             ld_alpha=settings.ld_alpha,
             result=str(self.result(claim.id)),
             report=str(self.report(claim.id)),
-            suspects=claim.suspects,
-            poison=claim.poison,
             request=claim.request,
             traceparent=claim.traceparent,
         )
-        logger.info("job started on worker %d", worker.number, extra={"job": claim.id})
-        running.began = True
-        worker.send({"op": "job", "order": asdict(order)})
         if running.stop_reason is not None:
-            worker.send({"op": "stop", "job": claim.id, "why": running.stop_reason})
+            return self._stopped(running)
+        try:
+            running.runner = await start_runner(order, self._context)
+        except (OSError, EOFError) as error:  # the machine has no memory or no processes left
+            return self._died(running, f"it could not be started: {error}")
+        logger.info("job started, pid %s, on worker %s", running.runner.pid, *running.workers, extra={"job": claim.id})
+        for number in running.workers:
+            self._lend(running, number)
+        if running.stop_reason is not None:
+            running.runner.terminate()
+        return None
 
     def _stop_if_cancelled(self) -> None:
-        """Tell each worker whose job was cancelled to stop running the job."""
-        for number, running in self._running.items():
-            if running.claim.id in self._cancelled and not running.cancelled.is_set():
-                running.cancelled.set()
-                self._stop(number, running, "cancelled")
+        """Stop each job that was cancelled."""
+        for job, running in self._running.items():
+            if job in self._cancelled and not running.cancelled:
+                running.cancelled = True
+                self._stop(running, "cancelled")
 
-    def _stop(self, number: int, running: _Running, why: str) -> None:
-        assert self._pool is not None
-        running.stop_reason = why
-        if running.began:
-            self._pool.workers[number].send({"op": "stop", "job": running.claim.id, "why": why})
+    def _stop(self, running: _Running, why: str) -> None:
+        """Stop a job: SIGTERM, and SIGKILL if the runner has not exited after _STOP_SECONDS."""
+        if running.stop_reason is None:
+            running.stop_reason = why
+            asyncio.get_running_loop().call_later(_STOP_SECONDS, self._kill, running, "it did not stop in time")
+        if running.runner is not None:
+            running.runner.terminate()
+
+    def _kill(self, running: _Running, why: str) -> None:
+        if running.runner is not None and self._running.get(running.claim.id) is running:
+            running.killed_for = why
+            running.runner.kill()
+
+    async def _watch_runners(self) -> None:
+        """Kill runners that use too much memory. This coroutine never returns."""
+        most = self._settings.max_worker_bytes or total_memory() * 9 // 10
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            for running in list(self._running.values()):
+                if running.runner is not None and (used := running.runner.memory()) > most:
+                    self._kill(running, f"it used {used:,} bytes of memory, more than max_worker_bytes allows")
 
     async def _admitted(self, dataset: DatasetSpec) -> dict[str, str]:
         """Call `_admit` in a thread.

@@ -11,7 +11,6 @@ import hashlib
 import math
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -107,8 +106,7 @@ def _is_report(page: Path) -> bool:
         return _MARK.encode() in file.read(_HEAD_BYTES)
 
 
-@cache
-def _template() -> Template:
+def _compiled() -> Template:
     # The template escapes all text from the dataset. As a second line of defense, the content security policy blocks scripts
     # and requests.
     environment = Environment(autoescape=True, loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, trim_blocks=True)
@@ -126,7 +124,7 @@ def render_page(content: Content) -> str:
     style = STYLE.read_text(encoding="utf-8") + (_TEMPLATES / "report.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     images = " img-src data:;" if any(example.images for example in content.shown.values()) else ""
-    return _template().render(
+    return _TEMPLATE.render(
         content=content,
         verdict=verdict(content.findings),
         draw_histograms=draw_histograms,
@@ -231,3 +229,7 @@ def _token_axis(low: float, high: float, unit: str) -> Markup:
 
 def _tokens(power: float) -> str:
     return number(round(2**power))
+
+
+#: Compiled when this module is imported, because compiling takes longer than writing a small report.
+_TEMPLATE = _compiled()

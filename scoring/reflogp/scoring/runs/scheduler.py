@@ -26,8 +26,9 @@ from reflogp.scoring.runs.pipeline import OwnEngine
 from reflogp.scoring.runs.unit_queue import Rate, Unit, UnitQueue, unit_size
 from reflogp.scoring.runs.units import IN_FLIGHT, encode, split_stored
 from reflogp.scoring.runs.watch import Clock, Pulse
+from reflogp.scoring.torch_engine.sequences import TokenCounts
 from reflogp.scoring.tracing import record
-from reflogp.store import LogprobTable, ReflogpError, UsageError
+from reflogp.store import LogprobTable, ReflogpError, StoreUnavailableError, UsageError
 
 #: If this many workers in a row die before they are ready, no further worker is started.
 _FAILED_STARTS = 3
@@ -73,12 +74,14 @@ class Workers(Protocol):
     """A source of workers.
 
     Attributes:
-        count: number of workers that the run has, or will have when all are started.
         may_come: True if the run has workers or may get workers later.
     """
 
-    count: int
     may_come: bool
+
+    @property
+    def count(self) -> int:
+        """Number of workers that the run has, or will have when all are started."""
 
     def open(self, table: LogprobTable) -> None:
         """Set the table to which the workers commit values. This method is called once, before any other method."""
@@ -86,7 +89,8 @@ class Workers(Protocol):
     def begin(self, have: int, is_any_placed: bool) -> list[Worker]:
         """Start workers if some are missing, and return the workers that are new since the last call.
 
-        This method is called in each turn of the run's loop. Raises EngineError if no worker can be started.
+        This method is called in each turn of the run's loop. It may wait for a worker if there is none. Raises EngineError if
+        no worker can be started.
 
         Args:
             have: number of workers that already exist.
@@ -386,7 +390,7 @@ class Scheduler:
         unit, sent_at = member.flying.pop(answer)
         self._losses = self._killers_in_a_row = 0
         self._note_returned(len(unit.misses))
-        self._work.token_counts += value["token_counts"]
+        self._work.token_counts += TokenCounts(*value["token_counts"])
         now = time.monotonic()
         tokens = sum(len(miss.sequence) for miss in unit.misses)
         where = {"worker": member.name, "snapshot": value["snapshot"]}
@@ -395,7 +399,7 @@ class Scheduler:
             self._rate.add(len(unit.misses), now - max(sent_at, member.landed_at))
         member.landed_at = now
         self._clock.longest = max(self._clock.longest, *(len(miss.sequence) for miss in unit.misses))
-        problems = value["problems"]
+        problems = dict(value["problems"])
         good = [miss for index, miss in enumerate(unit.misses) if index not in problems]
         if value["snapshot"] is not None:
             self._report(Scored(good))
@@ -448,8 +452,8 @@ class Scheduler:
 
 
 def _named(place: str, error: Exception) -> ReflogpError:
-    """Convert a worker's error to a UsageError or EngineError whose message says where the worker runs."""
-    kind = UsageError if isinstance(error, UsageError) else EngineError
+    """Convert a worker's error to an error of the same kind, or to EngineError, whose message says where the worker runs."""
+    kind = next((kind for kind in (UsageError, StoreUnavailableError) if isinstance(error, kind)), EngineError)
     said = str(error) if isinstance(error, ReflogpError) else f"{type(error).__name__}: {error}"
     return kind(f"on {place}: {said}")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from reflogp.scoring.data.shape import RowError
 from reflogp.scoring.engines import Engine, EngineChoice
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.machine import growing_segments
+from reflogp.scoring.runs.committer import COMMIT_SECONDS
 from reflogp.scoring.runs.misses import Committed, Ended, Event, Failed, Miss, Scored
 from reflogp.scoring.runs.pipeline import ScoringPipeline
 from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages, TokenCounts, picture_files
@@ -152,9 +153,12 @@ class UnitScorer:
 
     Args:
         engine: engine that scores the units. Its `flow` method is used only in a thread that this object starts.
+        commit_seconds: maximum number of seconds between computing values and committing them.
     """
 
-    def __init__(self, engine: Engine, table: LogprobTable, vision: VisionCache) -> None:
+    def __init__(
+        self, engine: Engine, table: LogprobTable, vision: VisionCache, commit_seconds: float = COMMIT_SECONDS
+    ) -> None:
         self._vision = vision
         self.provenance: dict[str, Any] = {"reflogp": version("reflogp"), **engine.provenance()}
         self._engine = engine
@@ -164,7 +168,7 @@ class UnitScorer:
         self._changed = threading.Condition()
         self._counted = TokenCounts()
         self.scored = 0
-        self._computing = ScoringPipeline(engine, table, self.provenance, self._happened)
+        self._computing = ScoringPipeline(engine, table, self.provenance, self._happened, commit_seconds=commit_seconds)
 
     def score(self, content: bytes, again: bool) -> dict[str, Any]:
         """Score a unit and commit its values.
@@ -176,10 +180,10 @@ class UnitScorer:
                 in the store are then not scored again.
 
         Returns:
-            A dict with three entries. "problems" is a dict from the index of each sequence that cannot be scored to the reason.
-            "snapshot" is the number of a snapshot that contains the values of all other sequences; it is None if every sequence
-            has a problem and `again` is False. "token_counts" is a TokenCounts object: the engine's token counts since the
-            previous call returned.
+            A JSON-compatible dict with three entries. "problems" is a list with the index of each sequence that cannot be
+            scored and the reason. "snapshot" is the number of a snapshot that contains the values of all other sequences; it is
+            None if every sequence has a problem and `again` is False. "token_counts" are the fields of a TokenCounts: the
+            engine's token counts since the previous call returned.
 
         Raises any error of the engine or the store. Raises EngineError if the worker was stopped before it finished the unit;
         the values computed by then are committed.
@@ -202,7 +206,7 @@ class UnitScorer:
                 raise self.error
             so_far = self._engine.token_counts()
             token_counts, self._counted = so_far - self._counted, so_far
-        return {"problems": asked.problems, "snapshot": asked.snapshot, "token_counts": token_counts}
+        return {"problems": list(asked.problems.items()), "snapshot": asked.snapshot, "token_counts": astuple(token_counts)}
 
     def stop(self) -> None:
         self._computing.stop()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -192,15 +192,13 @@ class TorchEngine:
         sequences: list[Sequence],
         skip: Collection[int] = (),
         temperature: float = 1.0,
-        before: Callable[[list[int]], None] | None = None,
     ) -> Iterator[list[tuple[int, Outcome]]]:
-        return passes_over(sequences, skip, _WINDOW, before, lambda groups, told: self.flow(groups, temperature, told))
+        return passes_over(sequences, skip, _WINDOW, lambda groups: self.flow(groups, temperature))
 
     def flow(
         self,
         groups: Iterable[list[Sequence]],
         temperature: float = 1.0,
-        before: Callable[[list[int]], None] | None = None,
     ) -> Generator[list[tuple[int, Outcome]]]:
         """Score groups of sequences as they arrive; yield the outcomes of each pass when it finishes.
 
@@ -247,8 +245,6 @@ class TorchEngine:
                     if (unit.tokens > self._pass_limit() and len(places) > 1) or self._is_outdated(unit):
                         again.extendleft(reversed(list(self._units_of(places, waiting))))
                         continue
-                    if before is not None:
-                        before(places)
                     launched = self._launch(unit, temperature)
                 except PictureError as error:
                     lost = [place for place in places if error.digest in _digests(waiting[place])]

@@ -86,7 +86,7 @@ class SelfCheck:
     refused_kernels: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"refused_kernels": list(self.refused_kernels)}  # as JSON gives it back
 
 
 @dataclass(frozen=True)

@@ -217,20 +217,16 @@ def passes_over(
     sequences: list[Sequence],
     skip: Collection[int],
     size: int,
-    before: Callable[[list[int]], None] | None,
-    flow: Callable[[Iterable[list[Sequence]], Callable[[list[int]], None] | None], Iterable[list[tuple[int, Outcome]]]],
+    flow: Callable[[Iterable[list[Sequence]]], Iterable[list[tuple[int, Outcome]]]],
 ) -> Iterator[list[tuple[int, Outcome]]]:
     """Score a list of sequences with an engine's `flow`; for each pass, yield a list of (index in `sequences`, outcome).
 
     Args:
-        flow: the engine's `flow`. Its arguments are the groups of sequences, and a function or None. `flow` must call this
-            function before each pass, with a list of the indices of the pass's sequences. These indices are counted from 0
-            across all groups.
+        flow: the engine's `flow`, which is called with the groups of sequences.
     """
     wanted = [index for index in range(len(sequences)) if index not in skip]
     groups = ([sequences[index] for index in wanted[start : start + size]] for start in range(0, len(wanted), size))
-    told = None if before is None else lambda numbers: before([wanted[number] for number in numbers])
-    for landed in flow(groups, told):
+    for landed in flow(groups):
         yield [(wanted[number], outcome) for number, outcome in landed]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from itertools import pairwise
@@ -156,7 +156,6 @@ class VllmEngine:
         sequences: list[Sequence],
         skip: Collection[int] = (),
         temperature: float = 1.0,
-        before: Callable[[list[int]], None] | None = None,
     ) -> Iterator[list[tuple[int, Outcome]]]:
         """Sequences are sorted before they are sent, so that sequences with common prefixes are adjacent.
 
@@ -164,13 +163,12 @@ class VllmEngine:
             EngineError: the temperature is not 1 (vLLM computes log-probs of the tokens in a request only at temperature 1), a
                 request failed, vLLM cannot be restarted, or vLLM has exited too many times in a row.
         """
-        return passes_over(sequences, skip, _WINDOW, before, lambda groups, told: self.flow(groups, temperature, told))
+        return passes_over(sequences, skip, _WINDOW, lambda groups: self.flow(groups, temperature))
 
     def flow(
         self,
         groups: Iterable[list[Sequence]],
         temperature: float = 1.0,
-        before: Callable[[list[int]], None] | None = None,
     ) -> Generator[list[tuple[int, Outcome]]]:
         """The first pass of the next group is sent to vLLM while the last pass of the current group is still being computed."""
         if temperature != 1.0:
@@ -197,8 +195,6 @@ class VllmEngine:
                     line.extend(_Pass(part, salt) for part in self._split(sequences, ordered))
                 if not line:
                     break
-                if before is not None:
-                    before(line[0].indices)
                 flying.append(_Flight(self._transport, sequences, line.popleft(), readers))
             if not flying:
                 if group is None:

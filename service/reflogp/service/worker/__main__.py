@@ -3,62 +3,48 @@
 The process reads frames from stdin and writes frames to stdout. It runs until the service sends the frame `exit`, or until the
 service itself exits.
 
-Four threads run as long as the process: the main thread owns the engines and alternates between online requests and a job, the
-second thread reads frames, the third runs jobs or helps with jobs of other workers, and the fourth commits the values of online
-requests. Each job starts further threads. Logs go to stderr. The process is started with `python -m reflogp.service.worker`.
+Three threads run as long as the process: the main thread owns the engines and alternates between online requests and a job, the
+second thread reads frames, and the third commits the values of online requests. The runners of jobs connect to a socket; each
+connection has further threads (see `units`). Logs go to stderr. The process is started with `python -m reflogp.service.worker`.
 
-The service and its workers exchange the following frames. The owner of a job is the worker that runs the job. A helper is a
-worker that helps with another worker's job. Parentheses state what the body of a frame contains. A unit is a part of a job's
-sequences, which the owner sends to a helper through the service.
+The service and its workers exchange the following frames. Parentheses state what the body of a frame contains.
 
-    service -> worker   configure, score (+ sequences), forget, job, help, stop, ping, exit
-    service -> owner    helper, answer, gone
-    service -> helper   ask (+ unit)
+    service -> worker   configure, score (+ sequences), forget, ping, exit
     worker -> service   ready, loaded, round, scored (+ outcomes), pong, dying
-    owner -> service    pass, progress, job, ask (+ unit)
-    helper -> service   helping, answer, helped
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import queue
 import signal
 import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
 from reflogp.scoring import tracing
-from reflogp.scoring.data.tokenizer_files import read_tokenizer_files
 from reflogp.scoring.engines import EngineChoice, PassEngine
 from reflogp.scoring.frames import encode, read_frame
-from reflogp.scoring.machine import quiet_libraries, return_freed_memory
+from reflogp.scoring.machine import quiet_libraries
 from reflogp.scoring.runs.units import VisionCache
 from reflogp.scoring.torch_engine import Sequence
 from reflogp.scoring.torch_engine.load import choose_device
-from reflogp.scoring.vision import load_processor
 from reflogp.service.log_lines import LogLine
-from reflogp.service.worker.engine_loop import Answer, DeviceLostError, EngineLoop, Engines, ModelUnloadedError, OnlineRequest
-from reflogp.service.worker.helpers import Asked, Helpers, help_with
-from reflogp.service.worker.job import JobCallbacks, JobContext, JobModel, JobStoppedError, run_job
-from reflogp.service.worker.protocol import HelpOrder, JobOrder, ModelConfig, WorkerConfiguration, outcomes_table, table_of
-from reflogp.service.worker.reader import default_memory
+from reflogp.service.worker.engine_loop import Answer, EngineLoop, Engines, OnlineRequest
+from reflogp.service.worker.protocol import ModelConfig, WorkerConfiguration, outcomes_table, table_of
+from reflogp.service.worker.units import UnitServer
 from reflogp.service.worker.write_back import WriteBack
 from reflogp.store import (
     ContentMismatchError,
+    LogprobTable,
     Reference,
     ReflogpError,
     Store,
-    StoreUnavailableError,
     describe_reference,
     resolve_model,
 )
@@ -67,33 +53,13 @@ from reflogp.store.texts import counted, shortened_without_secrets
 
 logger = logging.getLogger("reflogp.worker")
 
-#: Maximum number of seconds for each of the two parts of a shutdown: first, the worker's job commits values; then, the current
+#: Maximum number of seconds for each of the two parts of a shutdown: first, values of jobs are committed; then, the current
 #: round of online requests is finished and the process exits. A process that is still running after both exits with status 1.
 _LAST_SECONDS = 20.0
 
 
-@dataclass(eq=False)
-class _Ordered:
-    """An order from the service to run a job, or to help with another worker's job.
-
-    Attributes:
-        helpers: workers that help with the job; None if the order is to help with another worker's job.
-        why: reason why the worker must stop carrying out the order, or None if it may continue.
-        asked: requests from the worker that runs the job; used only if the order is to help with another worker's job.
-    """
-
-    order: JobOrder | HelpOrder
-    helpers: Helpers | None = None
-    why: str | None = None
-    asked: queue.SimpleQueue[Asked] = field(default_factory=queue.SimpleQueue)
-
-    @property
-    def is_help(self) -> bool:
-        return self.helpers is None
-
-
 class Worker:
-    """A worker process: the engines on one device, and the online requests and jobs that use the engines.
+    """A worker process: the engines on one device, and the online requests and jobs that use them.
 
     Args:
         configuration: configuration received from the service.
@@ -107,14 +73,6 @@ class Worker:
         self._references: dict[str, Reference] = {}
         self._visions: dict[str, VisionCache] = {}
         self._store = Store(configuration.store)
-        self._place = JobContext(
-            self._store,
-            Path(configuration.tokens),
-            configuration.max_tokens_bytes,
-            configuration.commit_seconds,
-            configuration.row_seconds,
-            default_memory(),
-        )
         engines = Engines(
             self._load,
             configuration.capacity,
@@ -127,10 +85,8 @@ class Worker:
         )
         self._write_back = WriteBack(self._store, self._reference)
         self._writes: set[str] = set()
-        self._orders: queue.SimpleQueue[_Ordered | None] = queue.SimpleQueue()
-        self._ordered: list[_Ordered] = []  # queued and running orders
+        self._units = UnitServer(configuration.address, self.loop, self._table, self._vision, configuration.commit_seconds)
         self._ending = False
-        self._job_thread = threading.Thread(target=self._do_orders, name="jobs", daemon=True)
 
     def send(self, message: dict[str, Any], body: bytes = b"") -> None:
         """Send a frame to the service. If the service has exited, shut down the worker."""
@@ -146,7 +102,7 @@ class Worker:
         choose_device(self._configuration.device)
         if self._configuration.device == "cpu":
             torch.set_num_threads(max(1, torch.get_num_threads() // self._configuration.sharing))
-        self._job_thread.start()
+        self._units.start()
         threading.Thread(target=self._read, args=(source,), name="frames", daemon=True).start()
         if self._configuration.pinned is not None:
             try:
@@ -160,24 +116,23 @@ class Worker:
     def end(self) -> None:
         """Begin to shut down the worker, and return at once.
 
-        The job commits the values computed so far and stops. Then the current round of online requests is finished, and `run`
-        returns.
+        Jobs commit the values computed so far. Then the current round of online requests is finished, and `run` returns.
         """
         if not self._ending:
             self._ending = True
-            self._orders.put(None)
-            threading.Thread(target=self._close_after_job, name="end", daemon=True).start()
+            threading.Thread(target=self._close, name="end", daemon=True).start()
 
     def keep_what_is_computed(self) -> None:
-        """After a forward pass has failed, wait until the job has committed the values computed before the failure.
+        """After a forward pass has failed, commit the values of jobs that were computed before the failure.
 
         Wait for at most _LAST_SECONDS.
         """
-        if self._ordered:
-            self._job_thread.join(_LAST_SECONDS)
+        committing = threading.Thread(target=self._units.end, daemon=True)
+        committing.start()
+        committing.join(_LAST_SECONDS)
 
-    def _close_after_job(self) -> None:
-        self._job_thread.join(_LAST_SECONDS)
+    def _close(self) -> None:
+        self.keep_what_is_computed()
         self.loop.close()
         time.sleep(_LAST_SECONDS)
         os._exit(1)
@@ -191,23 +146,6 @@ class Worker:
                 case "forget":
                     self._writes.discard(message["id"])
                     self.loop.forget(message["id"])
-                case "job":
-                    order = JobOrder(**message["order"])
-                    self._put(_Ordered(order, Helpers(order.job, self.send, self._configuration.workers > 1)))
-                case "help":
-                    self._put(_Ordered(HelpOrder(**message["order"])))
-                case "stop":
-                    for ordered in list(self._ordered):
-                        if (ordered.order.job, ordered.is_help) == (message["job"], message.get("help", False)):
-                            ordered.why = ordered.why or message["why"]
-                case "helper" | "answer" | "gone":
-                    for ordered in list(self._ordered):
-                        if ordered.helpers is not None:
-                            ordered.helpers.take(message)
-                case "ask":
-                    for ordered in list(self._ordered):
-                        if ordered.is_help and ordered.order.job == message["job"]:
-                            ordered.asked.put((message, body))
                 case "ping":
                     doing, seconds = self.loop.doing() or (None, 0.0)
                     self.send({"op": "pong", "doing": doing, "seconds": seconds})
@@ -266,85 +204,8 @@ class Worker:
                 good = [(sequence, outcome) for sequence, outcome in pairs if isinstance(outcome, np.ndarray)]
                 self._write_back.put(request.reference_id, {"online": True, **answer.engine.provenance()}, good)
 
-    def _put(self, ordered: _Ordered) -> None:
-        self._ordered.append(ordered)
-        self._orders.put(ordered)
-
-    def _do_orders(self) -> None:
-        while (ordered := self._orders.get()) is not None:
-            try:
-                message = self._help(ordered) if ordered.is_help else self._do_job(ordered)
-            except DeviceLostError:
-                return
-            self._ordered.remove(ordered)
-            self.send(message)
-            return_freed_memory()
-
-    def _do_job(self, ordered: _Ordered) -> dict[str, Any]:
-        """Run a job and return the frame that reports how it ended. Raise DeviceLostError if a forward pass fails."""
-        message: dict[str, Any] = {"op": "job", "job": ordered.order.job}
-        try:
-            return message | {"end": "done", "summary": self._do(ordered)}
-        except JobStoppedError as stopped:
-            return message | {"end": "stopped", "why": str(stopped)}
-        except ModelUnloadedError:
-            return message | {"end": "stopped", "why": "displaced"}
-        except StoreUnavailableError as error:
-            return message | {"end": "stopped", "why": "store", "error": str(error)}
-        except (ReflogpError, OSError) as error:
-            return message | {"end": "failed", "error": shortened_without_secrets(str(error))}
-        except DeviceLostError:
-            raise
-        except Exception as error:
-            return message | {"end": "failed", "error": _unexpected(ordered, error)}
-
-    def _help(self, ordered: _Ordered) -> dict[str, Any]:
-        """Help with a job, and return the frame that tells the service that this worker has stopped helping.
-
-        Raise DeviceLostError if a forward pass fails.
-        """
-        order, text = ordered.order, None
-        try:
-            reference = self._reference(order.reference_id)
-            table = self._store.create_table(reference)
-            assert isinstance(order, HelpOrder)
-            vision = self._vision(order.reference_id)
-            help_with(order, table, self.loop, ordered.asked, self.send, partial(self._check, ordered), vision)
-        except (JobStoppedError, ModelUnloadedError):
-            pass
-        except (ReflogpError, OSError) as error:
-            text = shortened_without_secrets(str(error))
-        except DeviceLostError:
-            raise
-        except Exception as error:
-            text = _unexpected(ordered, error)
-        return {"op": "helped", "job": order.job, "error": text}
-
-    def _check(self, ordered: _Ordered) -> None:
-        """Raise JobStoppedError if the worker must stop carrying out the order."""
-        why = "end" if self._ending else ordered.why
-        if why is not None:
-            raise JobStoppedError(why)
-
-    def _do(self, ordered: _Ordered) -> dict[str, Any]:
-        order, helpers = ordered.order, ordered.helpers
-        assert isinstance(order, JobOrder) and helpers is not None
-
-        def report(progress: dict[str, Any], committed: bool) -> None:
-            self.send({"op": "progress", "job": order.job, "progress": progress, "committed": committed})
-
-        def announce(keys: list[str]) -> None:
-            self.send({"op": "pass", "job": order.job, "keys": keys})
-
-        trusted = self._models(order.reference_id).trust_remote_code
-        folder = str(resolve_model(order.model, order.revision))
-        model = JobModel(
-            self._reference(order.reference_id),
-            partial(read_tokenizer_files, folder, trusted),
-            partial(load_processor, folder, folder, None, trusted),
-        )
-        callbacks = JobCallbacks(report, announce, partial(self._check, ordered))
-        return run_job(order, self._place, model, self.loop, helpers, callbacks)
+    def _table(self, reference_id: str) -> LogprobTable:
+        return self._store.create_table(self._reference(reference_id))
 
     def _models(self, reference_id: str) -> ModelConfig:
         return self._configuration.models[reference_id]
@@ -368,7 +229,6 @@ class Worker:
         return self._references[reference_id]
 
     def _vision(self, reference_id: str) -> VisionCache:
-        """Return the VisionCache that this worker uses when it helps with a job of the given reference."""
         folder = self._folder(reference_id)
         if folder not in self._visions:
             self._visions[folder] = VisionCache(folder, self._models(reference_id).trust_remote_code)
@@ -393,14 +253,6 @@ class Worker:
         configuration = self._configuration
         engine = self._models(reference_id).engine
         return EngineChoice(device=configuration.device, token_budget=configuration.token_budget, **engine)
-
-
-def _unexpected(ordered: _Ordered, error: Exception) -> str:
-    """Log an unexpected error (a bug in reflogp or in a library) with its traceback, and return its type and message."""
-    where = "".join(traceback.format_tb(error.__traceback__))
-    text = shortened_without_secrets(f"{type(error).__name__}: {error}")
-    logger.error("unexpected error in job %s: %s\n%s", ordered.order.job, text, where, extra={"job": ordered.order.job})
-    return text
 
 
 def _ids(scalar: Any) -> Any:

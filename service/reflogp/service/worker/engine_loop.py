@@ -107,7 +107,7 @@ class _Work:
     """The sequences that the engine loop computes for a job, and the state of their computation.
 
     Attributes:
-        groups, before: see EngineLoop.flow.
+        groups: see EngineLoop.flow.
         out: queue of results for the job. Each forward pass adds a tuple of its results and its token counts. After the last
             pass, None is added. If the computation cannot continue, an error is added.
         is_starved: True if `groups` contained no new sequences when the engine last looked for them.
@@ -118,7 +118,6 @@ class _Work:
 
     reference_id: str
     groups: Iterable[list[Sequence]]
-    before: Callable[[list[int]], None]
     out: queue.SimpleQueue[tuple[Landed, TokenCounts] | BaseException | None] = field(default_factory=queue.SimpleQueue)
     engine: PassEngine | None = None
     is_starved: bool = False
@@ -131,7 +130,7 @@ class _Work:
 
         The generator runs in the thread that owns the engine. Between passes, online requests may use the engine.
         """
-        passes = engine.flow(self.groups, before=self.before)
+        passes = engine.flow(self.groups)
         while True:
             so_far = engine.token_counts()
             landed = next(passes, None)
@@ -293,11 +292,7 @@ class EngineLoop:
             self._online = deque(request for request in self._online if request.id != request_id)
 
     def flow(
-        self,
-        reference_id: str,
-        groups: Iterable[list[Sequence]],
-        before: Callable[[list[int]], None],
-        check: Callable[[], None],
+        self, reference_id: str, groups: Iterable[list[Sequence]], check: Callable[[], None]
     ) -> Iterator[tuple[Landed, TokenCounts]]:
         """Yield the outcomes of each forward pass, with the token counts of the pass.
 
@@ -308,8 +303,6 @@ class EngineLoop:
             groups: groups of sequences. The iterable must not block, because online requests would then have to wait. When no
                 sequences are available yet, the iterable must yield an empty group. The engine may read the iterable in a
                 background thread.
-            before: called before each pass, in the thread that owns the engine, with the indices of the pass's sequences among
-                all sequences in `groups`.
             check: called repeatedly in the calling thread while it waits for outcomes; raises an error to stop the job.
 
         Raises:
@@ -317,7 +310,7 @@ class EngineLoop:
             DeviceLostError: a forward pass failed.
             EngineError, or another ReflogpError: the model cannot be loaded.
         """
-        return self._follow(_Work(reference_id, groups, before), check)
+        return self._follow(_Work(reference_id, groups), check)
 
     def engine(self, reference_id: str, check: Callable[[], None]) -> PassEngine:
         """Return the engine of a reference, loading it if necessary.
@@ -326,7 +319,7 @@ class EngineLoop:
 
         Raise the same errors as `flow`.
         """
-        work = _Work(reference_id, [], lambda _: None)
+        work = _Work(reference_id, [])
         for _ in self._follow(work, check):
             pass
         assert work.engine is not None

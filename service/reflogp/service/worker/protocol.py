@@ -44,86 +44,29 @@ class WorkerConfiguration:
     Attributes:
         device: device of the worker's engines, such as "auto", "cpu" or "cuda:1".
         visible: value of CUDA_VISIBLE_DEVICES in the worker's process, or None to leave the variable unchanged.
-        workers: number of workers in the service.
+        address: path of the Unix socket to which the runners of jobs connect.
         sharing: number of workers among which the machine's CPU cores are divided; used only if `device` is "cpu".
         token_budget: maximum number of tokens in one forward pass, or "auto".
         models: configuration of each reference's model, by reference id.
         capacity: maximum number of loaded engines.
         pinned: id of the reference whose engine is loaded at startup and never unloaded, or None.
         store: URI of the store.
-        tokens: folder of the token-id cache.
-        max_tokens_bytes: maximum size of that folder.
         commit_seconds: maximum time in seconds between computing a job's values and committing them.
         window_seconds: maximum time in seconds that an online request waits for other requests to join its round; see
             EngineLoop.
-        row_seconds: maximum CPU time in seconds for tokenizing one row.
     """
 
     device: str
     visible: str | None
-    workers: int
+    address: str
     sharing: int
     token_budget: int | Literal["auto"]
     models: dict[str, ModelConfig]
     capacity: int
     pinned: str | None
     store: str
-    tokens: str
-    max_tokens_bytes: int
     commit_seconds: float
     window_seconds: float
-    row_seconds: float
-
-
-@dataclass(frozen=True)
-class HelpOrder:
-    """An order from the service to a worker to help with another worker's job.
-
-    Attributes:
-        poison: see the argument of JobEngine.
-    """
-
-    job: str
-    reference_id: str
-    poison: dict[str, str]
-
-
-@dataclass(frozen=True)
-class JobOrder:
-    """An order from the service to a worker to run a job.
-
-    Attributes:
-        model, revision: the model whose tokenizer and image processor the job uses. Several references in the settings can have
-            the same weights, and so the same id, with different tokenizers.
-        file: path of the dataset (a file or folder), with symbolic links resolved.
-        digest: digest of the dataset's content.
-        root: allowed root folder that contains the dataset, or None if the dataset is in the service's own folder. Other users
-            may be able to write to a root folder, but not to the service's own folder.
-        format: format of the rows, or None to detect it.
-        max_length, truncation_mode, ld_alpha: see TrainerSettings.
-        result, report: paths of the job's result and report, which the worker writes.
-        suspects, poison: see the arguments of JobEngine.
-        request, traceparent: X-Request-Id and W3C trace context of the request that submitted the job, or None if unknown.
-    """
-
-    job: str
-    reference_id: str
-    model: str
-    revision: str | None
-    file: str
-    digest: str
-    root: str | None
-    split: str
-    format: str | None
-    max_length: int | None
-    truncation_mode: str
-    ld_alpha: float | None
-    result: str
-    report: str
-    suspects: list[str]
-    poison: dict[str, str]
-    request: str | None
-    traceparent: str | None
 
 
 #: Schemas of the table in a request (SEQUENCES) and of the table in its response (OUTCOMES). Both tables have the same row

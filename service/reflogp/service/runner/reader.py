@@ -35,7 +35,7 @@ from reflogp.scoring.errors import DatasetError, TokenizerError
 from reflogp.scoring.machine import usable_cores
 from reflogp.scoring.vision import VisionProcessor, load_processor
 from reflogp.service.confined_paths import image_below
-from reflogp.service.worker.limited import MOST_THREADS, ProcessEndedError, messages
+from reflogp.service.runner.limited import MOST_THREADS, ProcessEndedError, messages
 from reflogp.store import FileChangedError, ReflogpError, UsageError
 from reflogp.store.schema import stream_bytes
 from reflogp.store.texts import shortened

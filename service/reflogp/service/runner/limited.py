@@ -36,7 +36,7 @@ MOST_THREADS = 8
 #: Parameter of glibc's `mallopt` for the number of arenas, each of which reserves 64 MiB, and its value.
 _ARENA_MAX, _ARENAS = -8, 2
 #: The module that the fork server imports.
-_PRELOADED = "reflogp.service.worker.reader"
+_PRELOADED = "reflogp.service.runner.reader"
 
 
 class ProcessEndedError(Exception):

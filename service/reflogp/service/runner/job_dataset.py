@@ -26,7 +26,7 @@ from reflogp.scoring.data.shape import Format
 from reflogp.scoring.data.tokenize import TokenizedRows
 from reflogp.scoring.data.tokenized import StoppedError
 from reflogp.scoring.vision import VisionProcessor
-from reflogp.service.worker.reader import Reading, count_rows, read_rows
+from reflogp.service.runner.reader import Reading, count_rows, read_rows
 
 
 class JobDataset:

@@ -1,8 +1,6 @@
-"""Run one job in a worker: score the dataset's sequences that have no stored values, then write the result and the report.
+"""Run one job: score the dataset's sequences that have no stored values, then write the result and the report.
 
-A job calls `score_dataset`, as the `reflogp score` command does. In addition, it reports progress, can be stopped, and shares
-the engine with online requests. `run_job` is called in the worker's job thread. Other threads read the dataset, compute values
-and commit them.
+A job calls `score_dataset`, as the `reflogp score` command does. In addition, it reports progress and can be stopped.
 """
 
 from __future__ import annotations
@@ -12,11 +10,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from reflogp.scoring.data.tokenized import StoppedError
 from reflogp.scoring.data.tokenizer_files import TokenizerFiles
@@ -27,13 +22,11 @@ from reflogp.scoring.runs.score import ScoreSummary, score_dataset
 from reflogp.scoring.tracing import run_span, span
 from reflogp.scoring.vision import VisionProcessor
 from reflogp.service.confined_paths import OpenDataset
-from reflogp.service.worker.engine_loop import EngineLoop, ModelUnloadedError
-from reflogp.service.worker.job_dataset import JobDataset, cache_name, delete_oldest
-from reflogp.service.worker.job_engine import JobEngine
-from reflogp.service.worker.protocol import JobOrder
-from reflogp.service.worker.reader import Reading
-from reflogp.service.worker.result import bad_row_reasons, write_result
-from reflogp.store import ContentMismatchError, FileChangedError, Reference, Store
+from reflogp.service.runner.job_dataset import JobDataset, cache_name, delete_oldest
+from reflogp.service.runner.order import JobContext, JobOrder
+from reflogp.service.runner.reader import Reading, default_memory
+from reflogp.service.runner.result import bad_row_reasons, write_result
+from reflogp.store import ContentMismatchError, FileChangedError, Store
 from reflogp.store.texts import hide_secrets, shortened
 from reflogp.store.windows import TrainerSettings
 
@@ -43,9 +36,6 @@ logger = logging.getLogger(__name__)
 _ATTEMPTS = 3
 #: Minimum seconds between progress reports, and the number of seconds over which the current rate is averaged.
 _REPORT_SECONDS, _RATE_SECONDS = 0.25, 5.0
-
-#: Maximum number of sequences in a helper's unit of work. Units are small because the service's main process relays them.
-_UNIT_SEQUENCES = 1024
 #: Maximum number of different messages about bad rows that a job keeps in memory, and the message that replaces every new
 #: message after that.
 _TEXTS, _ANOTHER = 10_000, "the row cannot be used"
@@ -54,44 +44,18 @@ _MOST_BAD_ROWS = 1_000_000
 
 
 class JobStoppedError(Exception):
-    """This worker must stop running a job, or stop helping with it.
-
-    The error's text is the reason: "cancelled", "interrupted" (a job with higher priority needs the worker), "dismissed" (the
-    service no longer needs this helper) or "end" (the worker is shutting down).
-    """
-
-
-@dataclass(frozen=True)
-class JobContext:
-    """Settings shared by all jobs of a worker.
-
-    Attributes:
-        store: store that values are written to.
-        tokens: folder of the token-id cache.
-        max_tokens_bytes: maximum size of that folder.
-        commit_seconds: maximum time in seconds between computing values and committing them.
-        row_seconds, reader_bytes: limits on reading datasets; see Reading.row_seconds and Reading.memory.
-    """
-
-    store: Store
-    tokens: Path
-    max_tokens_bytes: int
-    commit_seconds: float
-    row_seconds: float
-    reader_bytes: int
+    """The job must stop; the service knows why."""
 
 
 @dataclass(frozen=True)
 class JobModel:
-    """The model that scores a job's sequences.
+    """The files of the model that a job's rows are tokenized with.
 
     Attributes:
-        reference: reference of the model.
         find_tokenizer: reads the tokenizer's files that the model's folder contains at the time of the call.
         load_vision: loads the image processor from the model's folder, or returns None for a text model.
     """
 
-    reference: Reference
     find_tokenizer: Callable[[], TokenizerFiles]
     load_vision: Callable[[], VisionProcessor | None]
 
@@ -103,13 +67,11 @@ class JobCallbacks:
     Attributes:
         report: called with the job's progress (a dict with the fields of JobProgress in service.models), and with True if
             values have been committed since the last call, otherwise False.
-        announce: called with the keys (hex) of the sequences that are being computed on the device.
         check: called repeatedly; raises JobStoppedError to stop the job. Values computed before the job stops are still
             committed.
     """
 
     report: Callable[[dict[str, Any], bool], None]
-    announce: Callable[[list[str]], None]
     check: Callable[[], None]
 
 
@@ -207,14 +169,7 @@ class Progress(ProgressCallbacks):
         )
 
 
-def run_job(
-    order: JobOrder,
-    place: JobContext,
-    model: JobModel,
-    loop: EngineLoop,
-    helpers: Workers,
-    job: JobCallbacks,
-) -> dict[str, Any]:
+def run_job(order: JobOrder, context: JobContext, model: JobModel, workers: Workers, job: JobCallbacks) -> dict[str, Any]:
     """Run a job.
 
     Return the summary that `reflogp score --json` prints, with two additional entries: `image_files` is True if any row names
@@ -227,71 +182,48 @@ def run_job(
     an image changes, the keys of its rows change too, because keys also depend on the images' pixels.
 
     Args:
-        helpers: source of the other workers that help with the job.
+        workers: source of the workers that score the sequences.
 
     Raises:
-        JobStoppedError, ModelUnloadedError: the job must stop now. The job continues later unless it was cancelled.
-        DeviceLostError: a forward pass failed. The job continues on another worker, or after this worker restarts.
+        JobStoppedError: the job must stop now. The job continues later unless it was cancelled.
         ReflogpError, OSError: the job failed.
     """
     with run_span(
         "reflogp job",
         order.traceparent,
-        stops=(JobStoppedError, ModelUnloadedError, StoppedError),
+        stops=(JobStoppedError, StoppedError),
         job_id=order.job,
         request_id=order.request,
-        reference_id=order.reference_id,
-        store=hide_secrets(place.store.uri),
+        reference_id=order.reference.reference_id,
+        store=hide_secrets(context.store),
     ):
         for attempt in range(_ATTEMPTS):
             progress = Progress(job)
             try:
-                summary, image_files = _attempt(order, place, model, loop, helpers, job, progress)
+                summary, image_files = _attempt(order, context, model, workers, job, progress)
                 break
             except FileChangedError as error:
                 if isinstance(error, ContentMismatchError) or attempt == _ATTEMPTS - 1:
                     raise
                 logger.info("the job starts over: %s", error, extra={"job": order.job})
-    delete_oldest(place.tokens, place.max_tokens_bytes)
+    delete_oldest(context.tokens, context.max_tokens_bytes)
     progress.finish(summary.sequences, summary.hits)
     reasons = bad_row_reasons(progress.problems)
     return asdict(summary) | {"image_files": image_files, "bad_row_reasons": reasons}
 
 
-#: The tokenizer of the last job, and what it was loaded from.
-_last_tokenizer: tuple[tuple[str, bool], PreTrainedTokenizerBase] | None = None
-
-
-def _tokenizer_of(files: TokenizerFiles) -> PreTrainedTokenizerBase:
-    """Load the tokenizer, or return that of the last job if it is the same: loading takes longer than a job without misses."""
-    global _last_tokenizer
-    key = files.digest, files.trust_remote_code
-    if _last_tokenizer is None or _last_tokenizer[0] != key:
-        _last_tokenizer = key, files.load()
-    return _last_tokenizer[1]
-
-
 def _attempt(
-    order: JobOrder,
-    place: JobContext,
-    model: JobModel,
-    loop: EngineLoop,
-    helpers: Workers,
-    job: JobCallbacks,
-    progress: Progress,
+    order: JobOrder, context: JobContext, model: JobModel, workers: Workers, job: JobCallbacks, progress: Progress
 ) -> tuple[ScoreSummary, bool]:
     """Make one attempt at a job. Return its summary, and whether any row names an image file.
 
     Raise the same errors as `run_job`, and FileChangedError if a file is modified while it is being read.
     """
     form: Any = order.format
-    reference, tokenizer = model.reference, model.find_tokenizer()
+    reference, tokenizer = order.reference, model.find_tokenizer()
     settings = TrainerSettings(order.max_length, order.truncation_mode, order.ld_alpha)
 
-    def make_engine() -> JobEngine:
-        engine = loop.engine(order.reference_id, job.check)
-        return JobEngine(loop, engine, order.reference_id, order.suspects, order.poison, job.announce, job.check)
-
+    store = Store(context.store)
     root = None if order.root is None else Path(order.root)
     with OpenDataset(root, Path(order.file), order.digest) as files:
         reading = Reading(
@@ -303,31 +235,19 @@ def _attempt(
             tokenizer.model,
             tokenizer.trust_remote_code,
             tokenizer.digest,
-            place.row_seconds,
-            place.reader_bytes,
+            context.row_seconds,
+            default_memory(),
         )
-        kept = place.tokens / cache_name(order.digest, tokenizer.digest, form, order.split)
+        kept = context.tokens / cache_name(order.digest, tokenizer.digest, form, order.split)
         dataset = JobDataset(reading, kept, files.check, model.load_vision, job.check)
         try:
-            summary = score_dataset(
-                dataset,
-                place.store,
-                reference,
-                Scheduler(
-                    make_engine,
-                    helpers,
-                    check=job.check,
-                    commit_seconds=place.commit_seconds,
-                    unit_sequences=_UNIT_SEQUENCES,
-                ),
-                settings=settings,
-                watcher=progress,
-            )
+            scheduler = Scheduler(workers=workers, check=job.check)
+            summary = score_dataset(dataset, store, reference, scheduler, settings=settings, watcher=progress)
             with span("write result"):
                 without_report = write_result(
                     dataset,
-                    partial(_tokenizer_of, tokenizer),
-                    place.store[reference.reference_id].snapshot(),
+                    tokenizer.load,
+                    store[reference.reference_id].snapshot(),
                     settings,
                     progress.problems,
                     Path(order.result),

@@ -1,14 +1,13 @@
-"""One job on both workers of a service: real processes, which are really killed."""
+"""One job on both workers of a service, and its runner: real processes, which are really killed."""
 
 import os
-import queue
 import random
+import re
 import signal
 import time
 
 import pytest
 
-import reflogp.service.worker.helpers as helping_module
 from reflogp.client import Client
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer
@@ -16,8 +15,6 @@ from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.runs.score import score_dataset
-from reflogp.scoring.runs.units import VisionCache
-from reflogp.service.worker.protocol import HelpOrder
 from reflogp.store import Store, describe_reference
 from tests.conftest import write_rows
 from tests.scoring.deadly import POISON, deadly_model
@@ -34,9 +31,9 @@ def service(tmp_path, reference_folder, warm_python):
         yield service
 
 
-def helping(service):
-    """Lines of the log that say that a worker was asked to help another one."""
-    return [line for line in list(service.log) if " to help worker " in line]
+def lent(service):
+    """Lines of the log that say that another worker was lent to a running job."""
+    return [line for line in list(service.log) if re.search(r"lent worker \d to the job as well", line)]
 
 
 def values_are_those_of_one_engine(file, folder, tmp_path):
@@ -53,7 +50,7 @@ def test_an_idle_worker_helps_with_a_job_and_its_values_are_the_same(service, tm
     with Client(service.url) as client:
         job = client.watch(client.submit(file, "ref").id)
     assert (job.state, job.summary["scored"], job.summary["workers"]) == ("done", 3600, 2), "".join(service.log)
-    assert helping(service)
+    assert lent(service)
     values_are_those_of_one_engine(file, reference_folder, tmp_path)
 
 
@@ -70,7 +67,7 @@ def test_workers_that_are_killed_in_a_shared_job_lose_nothing(service, tmp_path,
             return client.job(job.id).state not in ("queued", "running")
 
         while not ended() and len(killed) < 3:
-            wait_until(lambda: len(helping(service)) > len(killed) or ended())
+            wait_until(lambda: len(lent(service)) > len(killed) or ended())
             time.sleep(moments.random())
             if alive := service.workers():
                 killed.append(moments.choice(alive).pid)
@@ -90,7 +87,7 @@ def test_a_job_in_line_takes_a_helper_away(service, tmp_path, reference_folder):
         few_jobs = [client.submit(write_rows(tmp_path / f"{n}.jsonl", part), "ref").id for n, part in enumerate(few)]
         assert [client.watch(job).state for job in few_jobs] == ["done"] * 2  # the first job of a worker starts later
         one = client.submit(first, "ref")
-        wait_until(lambda: helping(service))
+        wait_until(lambda: lent(service))
         two = client.watch(client.submit(second, "ref").id)
         state = client.job(one.id).state
         one = client.watch(one.id)
@@ -117,7 +114,7 @@ def test_a_sequence_that_kills_helpers_is_left_out(tmp_path, reference_folder, w
 def test_a_cancelled_job_lets_its_helper_go(service, tmp_path):
     with Client(service.url) as client:
         job = client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(1800, seed=7)), "ref")
-        wait_until(lambda: helping(service))
+        wait_until(lambda: lent(service))
         client.cancel(job.id)
         assert client.watch(job.id).state == "cancelled"
         other = client.watch(client.submit(write_rows(tmp_path / "few.jsonl", token_rows(4, seed=8)), "ref").id)
@@ -155,23 +152,37 @@ def test_a_device_that_is_lost_at_every_row_ends_the_job(tmp_path, reference_fol
     settings = settings_file(tmp_path, tmp_path / "store", models, **SMALL | {"devices": ["cpu"]})
     with running("--config", settings, warm=warm_python) as service, Client(service.url) as client:
         job = client.watch(client.submit(write_rows(tmp_path / "rows.jsonl", rows), "ref").id)
-    assert job.state == "failed" and "3 workers died in a row" in job.error, "".join(service.log)
+    assert job.state == "failed" and "3 sequences in a row killed two workers each" in job.error, "".join(service.log)
     assert "unspecified launch failure" in job.error
 
 
-def test_a_unit_that_a_helper_cannot_answer_ends_its_help(tmp_path, reference_folder, monkeypatch):
-    """It leaves with the reason, so that its units go back in line."""
+@pytest.mark.slow
+def test_a_runner_that_is_killed_loses_nothing_and_takes_no_worker_along(service, tmp_path, reference_folder):
+    file = write_rows(tmp_path / "rows.jsonl", token_rows(1800, seed=11))
+    moments = random.Random(5)
+    wait_until(lambda: len(service.workers()) == 2)
+    workers = service.workers()
+    with Client(service.url) as client:
+        job = client.submit(file, "ref")
+        for count in (1, 2):
+            wait_until(lambda: len(service.started_runners()) == count)  # noqa: B023
+            committed = client.job(job.id).progress
+            wait_until(lambda: client.job(job.id).progress.scored > committed.scored)  # noqa: B023
+            time.sleep(moments.random() / 2)
+            os.kill(service.started_runners()[-1], signal.SIGKILL)
+        job = client.watch(job.id)
+    assert (job.state, job.summary["bad_rows"], job.attempts) == ("done", 0, 3), "".join(service.log)
+    assert service.workers() == workers
+    values_are_those_of_one_engine(file, reference_folder, tmp_path)
 
-    class Loop:
-        def engine(self, reference_id, check):
-            return EngineChoice("torch", "cpu", 256).make(str(reference_folder), reference)
 
-    reference = describe_reference(str(reference_folder), "float32")
-    asked, sent = queue.SimpleQueue(), []
-    asked.put(({"again": True, "run": "r", "number": 0}, b"not a unit"))
-    table = Store(tmp_path / "here").create_table(reference)
-    monkeypatch.setattr(helping_module, "JobEngine", lambda loop, engine, *rest: engine)
-    with pytest.raises(ValueError, match="metadata bytes"):
-        vision = VisionCache(str(reference_folder), False)
-        helping_module.help_with(HelpOrder("j", "r", {}), table, Loop(), asked, sent.append, lambda: None, vision)
-    assert [message["op"] for message in sent] == ["helping"]
+@pytest.mark.slow
+def test_a_runner_that_dies_each_time_fails_its_job(service, tmp_path):
+    """For example because the machine has too little memory for the dataset."""
+    with Client(service.url) as client:
+        job = client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(20_000, seed=12)), "ref")
+        for count in (1, 2, 3):
+            wait_until(lambda: len(service.started_runners()) == count)  # noqa: B023
+            os.kill(service.started_runners()[-1], signal.SIGKILL)
+        job = client.watch(job.id)
+    assert job.state == "failed" and "3 processes that ran the job ended" in job.error and "SIGKILL" in job.error

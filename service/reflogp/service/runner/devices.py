@@ -1,0 +1,147 @@
+"""The workers that score a job's sequences, as the job's runner sees them.
+
+The service lends workers to the runner and takes them back while the job runs. If a worker's process ends, the service says
+why, and whether the job may be the cause; until then, the runner does not know.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from reflogp.scoring.errors import EngineError, WorkerGoneError
+from reflogp.scoring.runs.calls import CalledWorker
+from reflogp.scoring.runs.scheduler import Worker, settled
+from reflogp.store import LogprobTable
+
+#: Seconds between calls of `check` while the runner waits for a worker.
+_LOOK_SECONDS = 0.2
+#: Maximum number of seconds to wait for the service to say why a worker's process has ended.
+_REASON_SECONDS = 60.0
+
+
+class LentWorkers:
+    """The workers that the service lends to the runner; see scheduler.Workers.
+
+    The thread that reads the service's messages calls `lend`, `take_back` and `gone`; the run's thread calls the other methods.
+
+    Args:
+        reference_id: the job's reference.
+        check: called repeatedly while the run waits for a worker; raises an error to stop the job.
+    """
+
+    may_come = True
+
+    def __init__(self, reference_id: str, check: Callable[[], None]) -> None:
+        self._reference_id = reference_id
+        self._check = check
+        self._changed = threading.Condition()
+        self._addresses: dict[int, str] = {}  # of the workers that the runner may use
+        self._connected: dict[int, _LentWorker] = {}
+        self._gone: dict[int, WorkerGoneError] = {}
+
+    @property
+    def count(self) -> int:
+        return len(self._addresses)
+
+    def lend(self, number: int, address: str) -> None:
+        """Let the run use a worker. A worker whose process has ended is lent again when its next process is ready."""
+        with self._changed:
+            self._addresses[number] = address
+            self._changed.notify_all()
+
+    def take_back(self, number: int) -> None:
+        """Let the worker commit what it has computed, and leave it."""
+        with self._changed:
+            self._addresses.pop(number, None)
+            worker = self._connected.get(number)
+        if worker is not None:
+            worker.release()
+
+    def gone(self, number: int, reason: str, blamed: bool) -> None:
+        """The process of a worker has ended."""
+        with self._changed:
+            self._addresses.pop(number, None)
+            if number in self._connected:
+                self._gone[number] = WorkerGoneError(reason, blamed)
+            self._changed.notify_all()
+
+    def open(self, table: LogprobTable) -> None:
+        """Does nothing, because each worker opens the table by itself; see Workers.open."""
+
+    def begin(self, have: int, is_any_placed: bool) -> list[Worker]:
+        """Connect to the workers that were lent since the last call; wait for one if there is none. See Workers.begin."""
+        while True:
+            self._check()
+            with self._changed:
+                new = [number for number in self._addresses if number not in self._connected]
+                if not new and not have:
+                    self._changed.wait(_LOOK_SECONDS)
+                addresses = {number: self._addresses[number] for number in new}
+            workers: list[Worker] = []
+            for number, address in addresses.items():
+                connection = socket.socket(socket.AF_UNIX)
+                try:
+                    connection.connect(address)
+                except OSError:  # its process has just ended; it is lent again when the next one is ready
+                    connection.close()
+                    with self._changed:
+                        self._addresses.pop(number, None)
+                    continue
+                with self._changed:
+                    self._connected[number] = worker = _LentWorker(connection, number, self._reference_id, self)
+                workers.append(worker)
+            if workers or have:
+                return workers
+
+    def left(self, worker: _LentWorker) -> None:
+        """A worker is no longer used by the run. If it is still lent, `begin` returns it again."""
+        with self._changed:
+            if self._connected.get(worker.number) is worker:
+                del self._connected[worker.number]
+                self._gone.pop(worker.number, None)
+
+    def reason(self, number: int) -> EngineError:
+        """Wait until the service has said why the process of a worker ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: number in self._gone, _REASON_SECONDS)
+            return self._gone.get(number) or WorkerGoneError("its connection was lost", blamed=False)
+
+
+class _LentWorker(CalledWorker):
+    """A worker of the service, from when the run connects to it until it is taken back or its process ends."""
+
+    def __init__(self, connection: socket.socket, number: int, reference_id: str, lent: LentWorkers) -> None:
+        self.number = number
+        self._reference_id = reference_id
+        self._lent = lent
+        self._is_released = False
+        super().__init__(connection, self._ended)
+
+    def place(self) -> Future[str]:
+        return settled(f"worker {self.number}")
+
+    def prepare(self) -> Future[dict[str, Any]]:
+        return self._ask("prepare", reference_id=self._reference_id)
+
+    def progress(self) -> None:
+        """Returns None: the service itself notices when a worker does not respond."""
+
+    def release(self) -> None:
+        """Disconnect when the worker has committed what it has computed. Its open calls raise WorkerGoneError."""
+        self._is_released = True
+        self.stop().add_done_callback(lambda _: self.close())
+
+    def end(self) -> None:
+        """See Worker.end. The worker's process goes on, because it belongs to the service."""
+        self._is_released = True
+        self.close()
+        self._lent.left(self)
+
+    def _ended(self) -> EngineError:
+        if self._is_released:
+            return WorkerGoneError("the worker is needed for another job", blamed=False)
+        return self._lent.reason(self.number)

@@ -1,0 +1,62 @@
+"""What the service tells the process that runs a job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from reflogp.store import Reference
+
+
+@dataclass(frozen=True)
+class JobOrder:
+    """A job.
+
+    Attributes:
+        model, revision: the model whose tokenizer and image processor the job uses. Several references in the settings can have
+            the same weights, and so the same id, with different tokenizers.
+        trust_remote_code: whether to run code from the model's folder.
+        file: path of the dataset (a file or folder), with symbolic links resolved.
+        digest: digest of the dataset's content.
+        root: allowed root folder that contains the dataset, or None if the dataset is in the service's own folder. Other users
+            may be able to write to a root folder, but not to the service's own folder.
+        format: format of the rows, or None to detect it.
+        max_length, truncation_mode, ld_alpha: see TrainerSettings.
+        result, report: paths of the job's result and report, which the runner writes.
+        request, traceparent: X-Request-Id and W3C trace context of the request that submitted the job, or None if unknown.
+    """
+
+    job: str
+    reference: Reference
+    model: str
+    revision: str | None
+    trust_remote_code: bool
+    file: str
+    digest: str
+    root: str | None
+    split: str
+    format: str | None
+    max_length: int | None
+    truncation_mode: str
+    ld_alpha: float | None
+    result: str
+    report: str
+    request: str | None
+    traceparent: str | None
+
+
+@dataclass(frozen=True)
+class JobContext:
+    """Settings that all jobs of a service share.
+
+    Attributes:
+        store: URI of the store.
+        tokens: folder of the token-id cache.
+        max_tokens_bytes: maximum size of that folder.
+        row_seconds: maximum CPU time in seconds for tokenizing one row.
+    """
+
+    store: str
+    tokens: Path
+    max_tokens_bytes: int
+    row_seconds: float

@@ -1,0 +1,114 @@
+"""The runner's process: run one job, and exchange frames with the service over a socket.
+
+    service -> runner   lend (a worker), take_back, gone (a worker's process has ended)
+    runner -> service   progress, job (its end)
+
+SIGTERM stops the job: what is computed is committed, and the runner exits. The runner does the same when the service exits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from functools import partial
+from typing import Any
+
+from reflogp.scoring import tracing
+from reflogp.scoring.data.tokenizer_files import read_tokenizer_files
+from reflogp.scoring.frames import encode, read_frame
+from reflogp.scoring.machine import quiet_libraries
+from reflogp.scoring.vision import load_processor
+from reflogp.service.log_lines import LogLine
+from reflogp.service.runner.devices import LentWorkers
+from reflogp.service.runner.job import JobCallbacks, JobModel, JobStoppedError, run_job
+from reflogp.service.runner.order import JobContext, JobOrder
+from reflogp.store import ReflogpError, StoreUnavailableError, resolve_model
+from reflogp.store.texts import shortened_without_secrets
+
+logger = logging.getLogger("reflogp.runner")
+
+#: Seconds after the service has exited in which the runner commits what is computed. After that, it exits in any case.
+_LAST_SECONDS = 40.0
+
+
+def main(connection: socket.socket, order: JobOrder, context: JobContext) -> None:
+    """Run a job in this process, and exit."""
+    runner = _Runner(connection, order)
+    # Ctrl-C reaches the whole process group, but the service decides when jobs end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: runner.stopped.set())
+    os.dup2(2, 1)  # what libraries print goes to the log
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogLine())
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.captureWarnings(True)
+    quiet_libraries()
+    runner.send(runner.run(context))
+    tracing.flush()
+    os._exit(0)
+
+
+class _Runner:
+    def __init__(self, connection: socket.socket, order: JobOrder) -> None:
+        self.stopped = threading.Event()
+        self._connection = connection
+        self._order = order
+        self._workers = LentWorkers(order.reference.reference_id, self._check)
+
+    def send(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # raised if the service has exited, which `_read` notices
+            self._connection.sendall(encode({**message, "job": self._order.job}))
+
+    def run(self, context: JobContext) -> dict[str, Any]:
+        """Run the job and return the frame that reports how it ended."""
+        threading.Thread(target=self._read, name="frames", daemon=True).start()
+        try:
+            return {"op": "job", "end": "done", "summary": self._run(context)}
+        except JobStoppedError:
+            return {"op": "job", "end": "stopped", "error": None}
+        except StoreUnavailableError as error:
+            return {"op": "job", "end": "stopped", "error": str(error)}
+        except (ReflogpError, OSError) as error:
+            return {"op": "job", "end": "failed", "error": shortened_without_secrets(str(error))}
+        except Exception as error:  # a bug in reflogp or in a library
+            text = shortened_without_secrets(f"{type(error).__name__}: {error}")
+            where = "".join(traceback.format_tb(error.__traceback__))
+            logger.error("unexpected error: %s\n%s", text, where, extra={"job": self._order.job})
+            return {"op": "job", "end": "failed", "error": text}
+
+    def _run(self, context: JobContext) -> dict[str, Any]:
+        order = self._order
+        folder = str(resolve_model(order.model, order.revision))
+        model = JobModel(
+            partial(read_tokenizer_files, folder, order.trust_remote_code),
+            partial(load_processor, folder, folder, None, order.trust_remote_code),
+        )
+        return run_job(order, context, model, self._workers, JobCallbacks(self._report, self._check))
+
+    def _report(self, progress: dict[str, Any], committed: bool) -> None:
+        self.send({"op": "progress", "progress": progress, "committed": committed})
+
+    def _check(self) -> None:
+        if self.stopped.is_set():
+            raise JobStoppedError
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError), self._connection.makefile("rb") as frames:
+            while (frame := read_frame(frames)) is not None:
+                message, _ = frame
+                match message["op"]:
+                    case "lend":
+                        self._workers.lend(message["worker"], message["address"])
+                    case "take_back":
+                        self._workers.take_back(message["worker"])
+                    case "gone":
+                        self._workers.gone(message["worker"], message["reason"], message["blamed"])
+        self.stopped.set()  # the service has exited
+        threading.Event().wait(_LAST_SECONDS)
+        os._exit(1)
