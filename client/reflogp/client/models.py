@@ -137,7 +137,7 @@ class Job:
         summary: a dict that includes the fields that `reflogp score --json` prints, or None if the job is not done.
         started_at: start of the latest attempt, or None before the first attempt.
         finished_at: time when the job was completed, failed or was cancelled, or None if it has not ended.
-        attempts: number of times that a worker has started the job.
+        attempts: number of times that the job has been started.
         submitted_by: name of the token with which the job was first submitted.
     """
 

@@ -173,7 +173,7 @@ class Job(BaseModel):
     created_at: datetime = Field(description="Time when the job was first submitted.")
     started_at: datetime | None = Field(None, description="Time when the latest attempt began.")
     finished_at: datetime | None = Field(None, description="Time when the job finished, failed or was cancelled.")
-    attempts: int = Field(0, description="Number of times that a worker has started the job.")
+    attempts: int = Field(0, description="Number of times that the job has been started.")
     progress: JobProgress = Field(description="Progress of the latest attempt.")
     note: str | None = Field(
         None, description="Reason why the latest attempt was interrupted, or what a queued job is waiting for."
