@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from reflogp.cli.demo import shipped_data
-from reflogp.cli.jobs import print_outcome
+from reflogp.cli.jobs import outcome
 from reflogp.client import Client
 
 
@@ -17,7 +17,7 @@ def main() -> None:
     url, reference = os.environ["REFLOGP_URL"], os.environ["REFLOGP_REFERENCE"]
     with Client(url, Path("/secrets/service/token").read_text()) as client, tempfile.TemporaryDirectory() as folder:
         job = client.watch(client.submit(shipped_data(), reference, title="demo").id)
-        print_outcome(job)
+        print(*outcome(job), sep="\n")
         if job.state != "done":
             sys.exit(1)
         values = pq.read_table(client.result(job.id, Path(folder) / "values.parquet"))

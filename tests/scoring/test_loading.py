@@ -369,9 +369,8 @@ def test_workers_and_the_command_have_growing_segments_unless_the_user_said_othe
     monkeypatch.setattr(processes, "COMMAND", say)
 
     async def worker() -> str:
-        process = await processes.start_process()
-        out, _ = await process.communicate()
-        return out.decode().strip()
+        process = await processes.start_worker()
+        return (await process._stdout.read()).decode().strip()
 
     assert asyncio.run(worker()) == str(expected)
     assert reflogp("--version")[0] == 0

@@ -60,8 +60,14 @@ _DEATHS = 3
 _LEFT_SECONDS, _LEFT_TO_LOAD_SECONDS = 1.0, 30.0
 #: A worker that has died this many times while it was lent to a job is not lent to that job again.
 _FAILURES = 3
-#: A runner that has not stopped this many seconds after SIGTERM is killed.
+#: A runner that has not stopped after this many seconds is killed.
 _STOP_SECONDS = 30.0
+#: Why a job is stopped, and the note of a job that goes on later.
+_STOPPED = {
+    "cancelled": "cancelled",
+    "interrupted": "a job with higher priority needed the worker",
+    "end": "the service ended",
+}
 #: Seconds between checks of the runners' memory.
 _LOOK_SECONDS = 2.0
 #: A job that was first submitted less than this many seconds ago may be overtaken by newer jobs of the same priority whose
@@ -93,7 +99,7 @@ class _Running:
         workers: numbers of the workers that are lent to the job.
         failures: worker number -> how often the worker has died while it was lent to the job.
         cancelled: whether the job has been cancelled.
-        stop_reason: reason why the job must stop, or None if it may continue.
+        stop_reason: why the job must stop (a key of _STOPPED), or None if it may continue.
         killed_for: reason why the runner was killed.
         counted: the progress that the metrics already include.
     """
@@ -193,7 +199,7 @@ class Precompute:
     async def stop_jobs(self) -> None:
         """Stop all running jobs, and wait until their runners have exited. Call this method before the workers exit."""
         for running in self._running.values():
-            self._stop(running, "the service ended")
+            self._stop(running, "end")
         while self._running:
             await asyncio.sleep(0.05)
 
@@ -412,7 +418,7 @@ class Precompute:
         """Return the ledger write for a job that was stopped."""
         if running.cancelled:
             return self._finish(running.claim.id, "cancelled")
-        return self._give_back(running.claim.id, running.stop_reason or "the service ended")
+        return self._give_back(running.claim.id, _STOPPED[running.stop_reason or "end"])
 
     def _died(self, running: _Running, reason: str) -> _Write:
         """Return the ledger write for a job whose runner has exited without a report."""
@@ -533,7 +539,7 @@ class Precompute:
         if highest is not None and busy:
             lowest = min(busy, key=lambda running: running.claim.priority)
             if lowest.claim.priority < highest:
-                self._stop(lowest, "a job with higher priority needed the worker")
+                self._stop(lowest, "interrupted")
         for running in busy:
             self._lend_idle(running)
 
@@ -662,7 +668,7 @@ class Precompute:
         for number in running.workers:
             self._lend(running, number)
         if running.stop_reason is not None:
-            running.runner.terminate()
+            running.send({"op": "stop", "why": running.stop_reason})
         return None
 
     def _stop_if_cancelled(self) -> None:
@@ -673,12 +679,11 @@ class Precompute:
                 self._stop(running, "cancelled")
 
     def _stop(self, running: _Running, why: str) -> None:
-        """Stop a job: SIGTERM, and SIGKILL if the runner has not exited after _STOP_SECONDS."""
+        """Tell a job's runner to stop, and kill it if it has not exited after _STOP_SECONDS."""
         if running.stop_reason is None:
             running.stop_reason = why
             asyncio.get_running_loop().call_later(_STOP_SECONDS, self._kill, running, "it did not stop in time")
-        if running.runner is not None:
-            running.runner.terminate()
+        running.send({"op": "stop", "why": why})
 
     def _kill(self, running: _Running, why: str) -> None:
         if running.runner is not None and self._running.get(running.claim.id) is running:

@@ -101,9 +101,6 @@ class RunnerProcess:
         """Return the resident memory of the process in bytes."""
         return memory_of(self.pid or 0, with_children=False)
 
-    def terminate(self) -> None:
-        self._process.terminate()
-
     def kill(self) -> None:
         self._process.kill()
 

@@ -29,6 +29,7 @@ from reflogp.scoring.runs.watch import Clock, Pulse
 from reflogp.scoring.torch_engine.sequences import TokenCounts
 from reflogp.scoring.tracing import record
 from reflogp.store import LogprobTable, ReflogpError, StoreUnavailableError, UsageError
+from reflogp.store.texts import shortened_without_secrets
 
 #: If this many workers in a row die before they are ready, no further worker is started.
 _FAILED_STARTS = 3
@@ -114,6 +115,7 @@ class _Member:
     is_ready: bool = False
     flying: dict[Future[Any], tuple[Unit, float]] = field(default_factory=dict)
     landed_at: float = 0.0
+    begun_at: float = field(default_factory=time.monotonic)
 
     def longest(self) -> int:
         return max((len(miss.sequence) for unit, _ in self.flying.values() for miss in unit.misses), default=0)
@@ -381,6 +383,7 @@ class Scheduler:
                 self._follow(member, member.worker.prepare())
             else:
                 member.pulse.note_loaded()
+                record("load model", time.monotonic() - member.begun_at, worker=member.name)
                 member.is_ready, self._failed_starts = True, 0
                 self._work.provenance = self._work.provenance or value
                 at_work = sum(member.is_ready for member in self._members) + (self._own is not None)
@@ -416,7 +419,15 @@ class Scheduler:
             warnings.warn(f"{where} was lost: {reason}", stacklevel=2)
             self._last_reason = reason
             self._failed_starts += not member.is_ready
-        for unit, _ in reversed(member.flying.values()):
+        for unit, sent_at in reversed(member.flying.values()):
+            seconds = time.monotonic() - sent_at
+            record(
+                "score and commit",
+                seconds,
+                worker=member.name,
+                sequences=len(unit.misses),
+                error=shortened_without_secrets(reason),
+            )
             self._note_returned(len(unit.misses))
             if not blamed:
                 self._queue.put_back(unit)

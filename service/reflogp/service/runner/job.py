@@ -44,7 +44,7 @@ _MOST_BAD_ROWS = 1_000_000
 
 
 class JobStoppedError(Exception):
-    """The job must stop; the service knows why."""
+    """The job must stop. The error's text is the reason: "cancelled", "interrupted" (by a more urgent job) or "end"."""
 
 
 @dataclass(frozen=True)

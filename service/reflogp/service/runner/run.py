@@ -1,9 +1,9 @@
 """The runner's process: run one job, and exchange frames with the service over a socket.
 
-    service -> runner   lend (a worker), take_back, gone (a worker's process has ended)
+    service -> runner   lend (a worker), take_back, gone (a worker's process has ended), stop
     runner -> service   progress, job (its end)
 
-SIGTERM stops the job: what is computed is committed, and the runner exits. The runner does the same when the service exits.
+When the runner must stop, or gets SIGTERM, or the service exits, what is computed is committed, and the runner exits.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(connection: socket.socket, order: JobOrder, context: JobContext) -> Non
     runner = _Runner(connection, order)
     # Ctrl-C reaches the whole process group, but the service decides when jobs end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: runner.stopped.set())
+    signal.signal(signal.SIGTERM, lambda *_: runner.stop("end"))
     os.dup2(2, 1)  # what libraries print goes to the log
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogLine())
@@ -56,10 +56,13 @@ def main(connection: socket.socket, order: JobOrder, context: JobContext) -> Non
 
 class _Runner:
     def __init__(self, connection: socket.socket, order: JobOrder) -> None:
-        self.stopped = threading.Event()
+        self._stopped_for: str | None = None
         self._connection = connection
         self._order = order
         self._workers = LentWorkers(order.reference.reference_id, self._check)
+
+    def stop(self, why: str) -> None:
+        self._stopped_for = self._stopped_for or why
 
     def send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # raised if the service has exited, which `_read` notices
@@ -95,8 +98,8 @@ class _Runner:
         self.send({"op": "progress", "progress": progress, "committed": committed})
 
     def _check(self) -> None:
-        if self.stopped.is_set():
-            raise JobStoppedError
+        if self._stopped_for is not None:
+            raise JobStoppedError(self._stopped_for)
 
     def _read(self) -> None:
         with contextlib.suppress(OSError), self._connection.makefile("rb") as frames:
@@ -109,6 +112,8 @@ class _Runner:
                         self._workers.take_back(message["worker"])
                     case "gone":
                         self._workers.gone(message["worker"], message["reason"], message["blamed"])
-        self.stopped.set()  # the service has exited
+                    case "stop":
+                        self.stop(message["why"])
+        self.stop("end")  # the service has exited
         threading.Event().wait(_LAST_SECONDS)
         os._exit(1)
