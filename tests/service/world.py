@@ -271,7 +271,7 @@ class World:
         """kill -9; whether it was running."""
         if self.service is None or not self.pid():
             return False
-        self.orphans |= set(self.workers())
+        self.orphans |= {*self.workers(), *self.runners()}
         self.killed = self.service
         self.service.kill()
         return True

@@ -112,10 +112,10 @@ _DEVICES = (
     "the engine chooses), cpu, or a list such as cuda:0,cuda:1. With tensor parallelism over N GPUs, one worker uses N GPUs."
 )
 ServedDevices = Annotated[
-    str | None, typer.Option("--devices", "--device", help=f"{_DEVICES} Default: all.", metavar="all|NAME,…")
+    list[str] | None, typer.Option("--devices", "--device", help=f"{_DEVICES} Default: all.", metavar="all|NAME,…")
 ]
 Devices = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         "--devices",
         "--device",
@@ -132,9 +132,9 @@ Watch = Annotated[bool, typer.Option("--watch", help="Follow the job until it ha
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result, or the error, as one JSON object on the last line.")]
 
 
-def names(devices: str | None) -> list[str]:
-    """Return the names in the value of --devices, or an empty list if the option was not given."""
-    return [] if devices is None else [name.strip() for name in devices.split(",")]
+def names(devices: list[str] | None) -> list[str]:
+    """Return the names in the values of --devices, or an empty list if the option was not given."""
+    return [name.strip() for value in devices or [] for name in value.split(",")]
 
 
 def takes_score_arguments(command: Callable[Concatenate[ScoreArguments, _Own], None]) -> Callable[..., None]:

@@ -105,7 +105,9 @@ def score(
         found = places(names, torch.cuda.device_count, max(1, choice.gpus()), engine == "vllm") if names else []
     elif len(names) > 1 or names == ["all"]:
         other = "--ray" if ray is not None else "--engine remote"
-        raise UsageError(f"--devices {devices} starts several workers on this machine, which cannot be combined with {other}")
+        raise UsageError(
+            f"--devices {','.join(names)} starts several workers on this machine, which cannot be combined with {other}"
+        )
     if names:
         choice = replace(choice, device=found[0].device if found else names[0])
     opened = Store(arguments.store)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,7 +27,6 @@ from reflogp.service.metrics import Metrics, Timed
 from reflogp.service.online import OnlineScoring
 from reflogp.service.pool import Pool, WorkerHandle
 from reflogp.service.precompute import Precompute
-from reflogp.service.processes import start_fork_server
 from reflogp.service.registry import ReferenceRegistry, with_dtypes
 from reflogp.service.request_ids import RequestIds
 from reflogp.service.routes.health import health_router
@@ -36,6 +36,7 @@ from reflogp.service.routes.pages import pages_router
 from reflogp.service.routes.scores import scores_router
 from reflogp.service.routes.uploads import uploads_router
 from reflogp.service.runner.order import JobContext
+from reflogp.service.runner.process import start_fork_server
 from reflogp.service.settings import ServerSettings
 from reflogp.service.sites import SameSiteGuard, SecurityHeaders
 from reflogp.service.supervision import supervise
@@ -52,6 +53,8 @@ _COMMIT_SECONDS = 5.0
 _WINDOW_SECONDS = 0.002
 #: Maximum CPU time in seconds to tokenize a row. A row that needs more is a bad row.
 _ROW_SECONDS = 10.0
+logger = logging.getLogger(__name__)
+
 _DESCRIPTION = "Reference log-probs: score datasets as background jobs, score sequences online, and look up stored values."
 
 
@@ -104,15 +107,15 @@ def create_app(settings: ServerSettings) -> FastAPI:
         online.start(pool)
         precompute.start(pool)
         pool.start()
-        forking = asyncio.create_task(to_thread.run_sync(start_fork_server)) if configurations else None
+        forking = asyncio.create_task(_prepare_runners()) if configurations else None
         watch = asyncio.create_task(supervise("checking the store", registry.watch))
         yield
         watch.cancel()
         precompute.drain()
-        if forking is not None:
-            await forking
         await precompute.stop_jobs()
         await pool.close()
+        if forking is not None:
+            forking.cancel()
         await precompute.close()
         ledger.close()
         lock.close()
@@ -137,6 +140,13 @@ def create_app(settings: ServerSettings) -> FastAPI:
     app.include_router(uploads_router(context))
     app.include_router(pages_router(context))
     return app
+
+
+async def _prepare_runners() -> None:
+    try:
+        await to_thread.run_sync(start_fork_server, abandon_on_cancel=True)
+    except Exception:  # the first job tries again
+        logger.exception("the processes of jobs could not be prepared")
 
 
 def _devices(settings: ServerSettings, registry: ReferenceRegistry) -> list[Place]:

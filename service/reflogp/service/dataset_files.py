@@ -32,6 +32,8 @@ _PARTIAL = ".partial-"
 #: A dataset is kept for at least this many seconds after it arrived or was named in a request: the job that will use it may not
 #: be in the ledger yet.
 _GRACE_SECONDS = 600
+#: The same, if space is needed.
+_SHORT_GRACE_SECONDS = 60
 
 
 class DatasetFiles:
@@ -66,9 +68,9 @@ class DatasetFiles:
                 return None
             return self.folder / name
 
-    def collect(self) -> int:
+    def collect(self, grace_seconds: float = _GRACE_SECONDS) -> int:
         """Delete the datasets that nobody needs, and return how many were deleted."""
-        deleted, before = 0, time.time() - _GRACE_SECONDS
+        deleted, before = 0, time.time() - grace_seconds
         with self._naming:
             needed = self._ledger.files_in_use()
             for dataset in self.folder.iterdir():
@@ -83,7 +85,7 @@ class DatasetFiles:
     def take(self, size: int) -> None:
         """Count `size` bytes as used. Raise Problem 507 if they do not fit even after unneeded datasets are deleted."""
         if not self._taken(size):
-            self.collect()
+            self.collect(_SHORT_GRACE_SECONDS)
             if not self._taken(size):
                 raise self.no_room()
 
@@ -96,8 +98,8 @@ class DatasetFiles:
             507,
             f"uploads and fetched datasets may take at most {byte_count(self._most_together)} (max_uploads_bytes), and there "
             "is not enough space for this dataset",
-            "delete uploads that you no longer need (DELETE /v1/uploads/NAME), or wait until other jobs have ended; freeing "
-            "their space may take ten minutes",
+            "delete uploads that you no longer need (DELETE /v1/uploads/NAME), or wait: a minute after other jobs have ended, or "
+            "until failed and cancelled jobs are deleted (keep_days)",
         )
 
     def keep(self, arrived: Path, name: str, size: int) -> Path:
@@ -126,8 +128,6 @@ class DatasetFiles:
 class Incoming:
     """A dataset that arrives. Its bytes are hashed and counted; what arrived is deleted at the end unless `keep` was called.
 
-    Another thread may call `close` during a call of another method, which then fails.
-
     All methods raise Problem 413 if the dataset is larger than allowed, and 507 if there is no space left for it.
 
     Attributes:
@@ -137,7 +137,6 @@ class Incoming:
     def __init__(self, files: DatasetFiles) -> None:
         self._files = files
         self._folder = files.folder / f"{_PARTIAL}{secrets.token_hex(8)}"
-        self._lock = Lock()
         self._sink: BinaryIO | None = None
         self._digest = hashlib.sha256()
         self._digests: dict[str, str] = {}  # of the complete files, by their names
@@ -152,7 +151,7 @@ class Incoming:
 
     def begin(self, name: str, size: int | None) -> None:
         """Begin the next file, of `size` bytes if this is known. Names of files are in the order of the dataset's rows."""
-        with self._lock, self._full_disk_told():
+        with self._full_disk_told():
             self._reserve(self.size + (size or 0))
             self._end_file()
             self._folder.mkdir(exist_ok=True)
@@ -160,9 +159,8 @@ class Incoming:
             self._digest, self.file_size = hashlib.sha256(), 0
 
     def write(self, block: bytes) -> None:
-        with self._lock, self._full_disk_told():
-            if self._sink is None:
-                raise ValueError("the dataset is closed")
+        with self._full_disk_told():
+            assert self._sink is not None, "`begin` is called before `write`"
             self._reserve(self.size + len(block))
             self.size += len(block)
             self.file_size += len(block)
@@ -171,7 +169,7 @@ class Incoming:
 
     def keep(self) -> tuple[Path, str]:
         """Keep the dataset, which is then on disk. Return its path and digest: of a single file, its SHA-256 digest."""
-        with self._lock, self._full_disk_told():
+        with self._full_disk_told():
             self._end_file()
             if len(self._digests) == 1:
                 [(name, digest)] = self._digests.items()
@@ -185,14 +183,13 @@ class Incoming:
             return dataset, digest
 
     def close(self) -> None:
-        with self._lock:
-            if self._sink is not None:
-                with suppress(OSError):  # of a full disk, as the write before
-                    self._sink.close()
-                self._sink = None
-            self._files.give(self._reserved)
-            self._reserved = 0
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._sink is not None:
+            with suppress(OSError):  # of a full disk, as the write before
+                self._sink.close()
+            self._sink = None
+        self._files.give(self._reserved)
+        self._reserved = 0
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _end_file(self) -> None:
         if self._sink is not None:

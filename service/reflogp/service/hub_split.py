@@ -54,7 +54,7 @@ def files_of_split(place: HubPlace, config: str | None, split: str, check: Calla
 
 
 def _send_files(connection: Connection, place: HubPlace, config: str | None, split: str) -> None:
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, constants
 
     signal.setitimer(signal.ITIMER_PROF, _CPU_SECONDS)
     try:
@@ -64,6 +64,7 @@ def _send_files(connection: Connection, place: HubPlace, config: str | None, spl
         _check_metadata(at, {entry.rfilename for entry in about.siblings or ()})
         with tempfile.TemporaryDirectory(prefix="reflogp-hub-") as empty:
             os.chdir(empty)  # `datasets` would take a folder of the repository's name for the dataset
+            constants.HF_HUB_CACHE = empty  # for README.md
             answer: dict[str, Any] = {"commit": at.revision, "paths": _paths(at, config, split, empty)}
     except ReflogpError as error:
         answer = {"problem": str(error).removeprefix(f"{place}: ")}

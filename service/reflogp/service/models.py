@@ -167,7 +167,7 @@ class Job(BaseModel):
     id: str = Field(description="Id of the job. All routes for a job take this id.")
     state: JobState = Field(description="State of the job: `queued`, `running`, `done`, `failed` or `cancelled`.")
     settings: JobSettings = Field(description="Settings that the job was submitted with.")
-    dataset: DatasetSpec | None = Field(description="Dataset of the job.")
+    dataset: DatasetSpec = Field(description="Dataset of the job.")
     reference_id: str = Field(description="Id of the job's reference: a digest of the model's content and dtypes.")
     submitted_by: str = Field(description="Name of the token that first submitted the job.")
     created_at: datetime = Field(description="Time when the job was first submitted.")
@@ -188,12 +188,12 @@ class Job(BaseModel):
 
     @field_validator("dataset")
     @classmethod
-    def _hide_signature(cls, dataset: DatasetSpec | None) -> DatasetSpec | None:
+    def _hide_signature(cls, dataset: DatasetSpec) -> DatasetSpec:
         """Remove secrets from the dataset's URI, because every caller with the scope `read` can see the job.
 
         The dataset is still fetched from the full URI.
         """
-        if dataset is None or dataset.uri is None:
+        if dataset.uri is None:
             return dataset
         return dataset.model_copy(update={"uri": hide_secrets(dataset.uri)})
 

@@ -39,11 +39,11 @@ from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobProgress, Jo
 from reflogp.service.pending_writes import PendingWrites
 from reflogp.service.pool import Pool, WorkerHandle
 from reflogp.service.problems import Problem
-from reflogp.service.processes import RunnerProcess, start_runner
 from reflogp.service.registry import ReferenceRegistry
 from reflogp.service.request_ids import request_id, traceparent
 from reflogp.service.roots import resolve_path, root_of
 from reflogp.service.runner.order import JobContext, JobOrder
+from reflogp.service.runner.process import RunnerProcess, start_runner
 from reflogp.service.settings import ServerSettings
 from reflogp.service.supervision import supervise
 from reflogp.service.threads import Threads
@@ -58,10 +58,10 @@ _DEATHS = 3
 #: A worker that has loaded a job's model is lent to a running job that has workers only if the job has at least _LEFT_SECONDS
 #: of work left. For a worker that must first load the model, the minimum is _LEFT_TO_LOAD_SECONDS.
 _LEFT_SECONDS, _LEFT_TO_LOAD_SECONDS = 1.0, 30.0
-#: A worker that has died this many times while it was lent to a job is not lent to that job again.
+#: A worker that has died this many times while it was lent to a job is lent to that job only if it has no other.
 _FAILURES = 3
-#: A runner that has not stopped after this many seconds is killed.
-_STOP_SECONDS = 30.0
+#: A runner that has not stopped after this many seconds is killed; the second number applies when the service ends.
+_STOP_SECONDS, _END_SECONDS = 30.0, 20.0
 #: Why a job is stopped, and the note of a job that goes on later.
 _STOPPED = {
     "cancelled": "cancelled",
@@ -200,8 +200,11 @@ class Precompute:
         """Stop all running jobs, and wait until their runners have exited. Call this method before the workers exit."""
         for running in self._running.values():
             self._stop(running, "end")
-        while self._running:
+        stop = time.monotonic() + _END_SECONDS
+        while self._running and time.monotonic() < stop:
             await asyncio.sleep(0.05)
+        for running in list(self._running.values()):
+            self._kill(running, "it did not stop in time")
 
     async def close(self) -> None:
         """Stop the background tasks, and write to the ledger all job states that have not been recorded yet.
@@ -520,6 +523,9 @@ class Precompute:
 
         If a job that remains queued has a higher priority than a running job, stop the running job with the lowest priority.
         """
+        for running in self._running.values():
+            if not self._has_ready_worker(running):
+                self._lend_idle(running)
         while (worker := self._spare_worker()) is not None:
             self._paused = {job: until for job, until in self._paused.items() if until > time.monotonic()}
             but = self._pending.jobs | set(self._paused)
@@ -535,12 +541,12 @@ class Precompute:
             self._in_background(self._run(running))
             self._notify(claim.id)
         highest = await to_thread.run_sync(self._ledger.highest_queued_priority, self._pending.jobs | set(self._paused))
-        busy = [running for running in self._running.values() if not running.stop_reason]
-        if highest is not None and busy:
+        busy = [running for running in self._running.values() if not running.stop_reason and self._has_ready_worker(running)]
+        if highest is not None and busy and not any(running.stop_reason for running in self._running.values()):
             lowest = min(busy, key=lambda running: running.claim.priority)
             if lowest.claim.priority < highest:
                 self._stop(lowest, "interrupted")
-        for running in busy:
+        for running in self._running.values():
             self._lend_idle(running)
 
     def _spare_worker(self) -> WorkerHandle | None:
@@ -552,32 +558,39 @@ class Precompute:
                 continue
             if worker.number not in lent:
                 return worker
-            others = lent[worker.number].workers - {worker.number}
-            if any(self._pool.workers[other].ready for other in others):
+            if self._has_ready_worker(lent[worker.number], but=worker.number):
                 spare = worker
         return spare
 
+    def _has_ready_worker(self, running: _Running, but: int | None = None) -> bool:
+        return any(self._pool.workers[number].ready for number in running.workers - {but})
+
     def _lend_idle(self, running: _Running) -> None:
-        """Lend idle workers to a running job that has no worker, or that is expected to run long enough to make it worthwhile.
+        """Lend idle workers to a running job: to one that has no worker, or that more workers are worthwhile for."""
+        if self._closing or running.stop_reason is not None or running.runner is None:
+            return
+        lent = {number for other in self._running.values() for number in other.workers}
+        for worker in self._pool.workers:
+            if not worker.answering or worker.number in lent:
+                continue
+            if not self._has_ready_worker(running) or self._is_worthwhile(running, worker):
+                logger.info("lent worker %d to the job as well", worker.number, extra={"job": running.claim.id})
+                running.workers.add(worker.number)
+                self._lend(running, worker.number)
+
+    def _is_worthwhile(self, running: _Running, worker: WorkerHandle) -> bool:
+        """Return whether one more worker is worthwhile for a job, considering what is left to score.
 
         A worker that would have to unload a model is not lent. Queued jobs take precedence.
         """
-        if self._wanted.is_set() or self._closing or running.stop_reason is not None or running.runner is None:
-            return
-        claim, progress = running.claim, running.counted
-        lent = {number for other in self._running.values() for number in other.workers}
-        for worker in self._pool.workers:
-            if not worker.answering or worker.number in lent or running.failures[worker.number] >= _FAILURES:
-                continue
-            is_loaded = claim.reference_id in worker.loaded
-            movable = [model for model in worker.loaded if model != worker.configuration.pinned]
-            is_full = not is_loaded and bool(movable) and len(worker.loaded) >= worker.configuration.capacity
-            least = _LEFT_SECONDS if is_loaded else _LEFT_TO_LOAD_SECONDS
-            is_worthwhile = progress.scored and progress.seconds_left is not None and progress.seconds_left >= least
-            if not running.workers or (is_worthwhile and not is_full):
-                logger.info("lent worker %d to the job as well", worker.number, extra={"job": claim.id})
-                running.workers.add(worker.number)
-                self._lend(running, worker.number)
+        left = running.counted.seconds_left
+        if self._wanted.is_set() or not running.counted.scored or left is None or running.failures[worker.number] >= _FAILURES:
+            return False
+        if running.claim.reference_id in worker.loaded:
+            return left >= _LEFT_SECONDS
+        movable = [model for model in worker.loaded if model != worker.configuration.pinned]
+        is_full = bool(movable) and len(worker.loaded) >= worker.configuration.capacity
+        return left >= _LEFT_TO_LOAD_SECONDS and not is_full
 
     def _lend(self, running: _Running, number: int) -> None:
         if self._pool.workers[number].ready:
@@ -591,6 +604,7 @@ class Precompute:
             write = await self._begin(running) or await self._follow(running)
         except Exception as error:
             logger.exception("a job could not be run", extra={"job": job})
+            self._kill(running, "the service could not handle a message from it")
             write = self._finish(job, "failed", error=f"{type(error).__name__}: {error}")
         recorded = self._pending.put(job, *write)  # before the job is removed; otherwise, `_requeue_lost` might queue it again
         del self._running[job]
@@ -668,7 +682,7 @@ class Precompute:
         for number in running.workers:
             self._lend(running, number)
         if running.stop_reason is not None:
-            running.send({"op": "stop", "why": running.stop_reason})
+            self._stop(running, running.stop_reason)
         return None
 
     def _stop_if_cancelled(self) -> None:
@@ -680,10 +694,9 @@ class Precompute:
 
     def _stop(self, running: _Running, why: str) -> None:
         """Tell a job's runner to stop, and kill it if it has not exited after _STOP_SECONDS."""
-        if running.stop_reason is None:
-            running.stop_reason = why
-            asyncio.get_running_loop().call_later(_STOP_SECONDS, self._kill, running, "it did not stop in time")
-        running.send({"op": "stop", "why": why})
+        running.stop_reason = running.stop_reason or why
+        asyncio.get_running_loop().call_later(_STOP_SECONDS, self._kill, running, "it did not stop in time")
+        running.send({"op": "stop", "why": running.stop_reason})
 
     def _kill(self, running: _Running, why: str) -> None:
         if running.runner is not None and self._running.get(running.claim.id) is running:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import resource
+import socket
 import sys
 from types import FrameType
 from typing import Any, Literal
@@ -58,10 +59,29 @@ _OPEN_FILES = 65_536
 _M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 512 << 10
 
 
+#: A peer that has vanished is noticed after about two minutes, so that it does not hold a turn or space for an upload.
+_KEEP_ALIVE = [
+    (level, number, value)
+    for level, name, value in (
+        (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
+        (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 60),
+        (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 15),
+        (socket.IPPROTO_TCP, "TCP_KEEPCNT", 4),
+    )
+    if (number := getattr(socket, name, None)) is not None
+]
+
+
 class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, context: Context) -> None:
         super().__init__(config)
         self._context = context
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in (listener for server in self.servers for listener in server.sockets):
+            for level, option, value in _KEEP_ALIVE:  # connections inherit it
+                listener.setsockopt(level, option, value)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._context.precompute.drain()

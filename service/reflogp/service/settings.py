@@ -179,8 +179,8 @@ class ServerSettings(BaseSettings):
     max_worker_bytes: int | None = Field(
         None,
         gt=0,
-        description="Maximum memory of a worker and its child processes, in bytes. A worker that uses more is killed and "
-        "restarted. Default: 9/10 of the memory of the machine or container.",
+        description="Maximum memory of a worker and its child processes, and of the process of a job, in bytes. A process "
+        "that uses more is killed; its work continues in another one. Default: 9/10 of the memory of the machine or container.",
     )
     # queues
     max_waiting_jobs: int = Field(

@@ -70,8 +70,8 @@ class CalledWorker:
     def _ask(self, method: str, body: bytes = b"", **arguments: Any) -> Future[Any]:
         answer: Future[Any] = Future()
         with self._lock:
-            if self._lost is not None:
-                answer.set_exception(self._lost)
+            if self._lost is not None:  # a unit that did not reach the worker is not to blame
+                answer.set_exception(WorkerGoneError(str(self._lost), blamed=False) if method == "score" else self._lost)
                 return answer
             number = next(self._numbers)
             self._asked[number] = answer
@@ -80,19 +80,21 @@ class CalledWorker:
         return answer
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError), self._connection.makefile("rb") as answers:
-            while (frame := read_frame(answers)) is not None:
-                message, _ = frame
-                with self._lock:
-                    answer = self._asked.pop(message["number"])
-                settle(answer, message["value"], None if message["error"] is None else _error(message))
-        lost = self._on_end()
-        with self._lock:
-            self._lost = lost
-            asked, self._asked = self._asked, {}
-        for answer in asked.values():
-            settle(answer, None, lost)
-        self._connection.close()
+        try:
+            with contextlib.suppress(OSError), self._connection.makefile("rb") as answers:
+                while (frame := read_frame(answers)) is not None:
+                    message, _ = frame
+                    with self._lock:
+                        answer = self._asked.pop(message["number"])
+                    settle(answer, message["value"], None if message["error"] is None else _error(message))
+        finally:
+            lost = self._on_end()
+            with self._lock:
+                self._lost = lost
+                asked, self._asked = self._asked, {}
+            for answer in asked.values():
+                settle(answer, None, lost)
+            self._connection.close()
 
 
 def _error(message: dict[str, Any]) -> ReflogpError:
@@ -109,19 +111,19 @@ def answer_calls(connection: socket.socket, worker: Callee, on_end: Callable[[],
     sending = threading.Lock()
 
     def answer(message: dict[str, Any], body: bytes) -> None:
-        answered: dict[str, Any] = {"op": "answer", "number": message["number"], "value": None, "error": None}
+        about = {"op": "answer", "number": message["number"], "value": None}
         method, content = getattr(worker, message["op"]), [body] if body else []
         try:
-            answered["value"] = method(*content, **message["arguments"])
+            answered = encode({**about, "value": method(*content, **message["arguments"]), "error": None})
         except WorkerGoneError as error:
-            answered |= {"error": str(error), "kind": "gone", "blamed": error.blamed}
+            answered = encode({**about, "error": str(error), "kind": "gone", "blamed": error.blamed})
         except ReflogpError as error:
             kind = next(name for name, kind in _ERRORS.items() if isinstance(error, kind))
-            answered |= {"error": str(error), "kind": kind}
+            answered = encode({**about, "error": str(error), "kind": kind})
         except BaseException as error:  # a library's error
-            answered |= {"error": f"{type(error).__name__}: {error}", "kind": "ReflogpError"}
+            answered = encode({**about, "error": f"{type(error).__name__}: {error}", "kind": "ReflogpError"})
         with sending, contextlib.suppress(OSError):  # raised if the other process has ended
-            connection.sendall(encode(answered))
+            connection.sendall(answered)
 
     with (
         ThreadPoolExecutor(IN_FLIGHT + 2) as pool,

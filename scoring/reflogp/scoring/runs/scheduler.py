@@ -65,7 +65,10 @@ class Worker(Protocol):
         """Start no further pass, and commit the values that are already computed; see UnitScorer.stop."""
 
     def progress(self) -> Future[int] | None:
-        """Return how many sequences the worker has scored; None if somebody else notices that the worker hangs."""
+        """Return how many sequences the worker has scored; None if somebody else notices that the worker hangs.
+
+        A worker that returns None is not ended because it scores nothing for long.
+        """
 
     def end(self) -> None:
         """End the worker immediately; values that it has not committed are lost."""

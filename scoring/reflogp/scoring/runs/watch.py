@@ -48,6 +48,7 @@ class Pulse:
         self._asked: Future[int] | None = None
         self._asked_at = self._moved_at = self._begun_at = clock.now
         self._scored = 0
+        self._is_watched = True
 
     def note_loaded(self) -> None:
         """Count the time since the worker began as a step."""
@@ -64,6 +65,7 @@ class Pulse:
         if self._asked is None:
             if clock.now - self._asked_at >= PING_SECONDS:
                 self._asked, self._asked_at = self._ask(), clock.now
+                self._is_watched = self._asked is not None
         elif self._asked.done():
             scored = self._scored if self._asked.exception() else self._asked.result()
             if scored != self._scored and longest:
@@ -73,7 +75,7 @@ class Pulse:
             self._asked = None
         elif clock.now - self._asked_at > SILENT_SECONDS:
             return f"its process has not responded for {clock.now - self._asked_at:.0f} s"
-        if not longest or not clock.longest:
+        if not longest or not clock.longest or not self._is_watched:
             return None
         # A pass takes at most the square of the length: attention does, everything else grows with the length.
         steps = STUCK_STEPS * max(1.0, longest / clock.longest) ** 2

@@ -58,6 +58,9 @@ class LentWorkers:
         with self._changed:
             self._addresses.pop(number, None)
             worker = self._connected.get(number)
+            if worker is not None:  # if its process has just ended, the service says nothing more about it
+                self._gone[number] = WorkerGoneError("the worker is needed for another job", blamed=False)
+                self._changed.notify_all()
         if worker is not None:
             worker.release()
 
@@ -78,24 +81,21 @@ class LentWorkers:
             self._check()
             with self._changed:
                 new = [number for number in self._addresses if number not in self._connected]
-                if not new and not have:
-                    self._changed.wait(_LOOK_SECONDS)
-                addresses = {number: self._addresses[number] for number in new}
-            workers: list[Worker] = []
-            for number, address in addresses.items():
-                connection = socket.socket(socket.AF_UNIX)
-                try:
-                    connection.connect(address)
-                except OSError:  # its process has just ended; it is lent again when the next one is ready
-                    connection.close()
-                    with self._changed:
-                        self._addresses.pop(number, None)
-                    continue
-                with self._changed:
-                    self._connected[number] = worker = _LentWorker(connection, number, self._reference_id, self)
-                workers.append(worker)
-            if workers or have:
-                return workers
+                workers = [worker for number in new if (worker := self._connect(number)) is not None]
+                if workers or have:
+                    return workers
+                self._changed.wait(_LOOK_SECONDS)
+
+    def _connect(self, number: int) -> Worker | None:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(self._addresses[number])
+        except OSError:  # its process has just ended; it is lent again when the next one is ready
+            connection.close()
+            del self._addresses[number]
+            return None
+        self._connected[number] = worker = _LentWorker(connection, number, self._reference_id, self)
+        return worker
 
     def left(self, worker: _LentWorker) -> None:
         """A worker is no longer used by the run. If it is still lent, `begin` returns it again."""

@@ -25,7 +25,7 @@ from reflogp.service.confined_paths import OpenDataset
 from reflogp.service.runner.job_dataset import JobDataset, cache_name, delete_oldest
 from reflogp.service.runner.order import JobContext, JobOrder
 from reflogp.service.runner.reader import Reading, default_memory
-from reflogp.service.runner.result import bad_row_reasons, write_result
+from reflogp.service.runner.result import MOST_REPORTED, bad_row_reasons, write_result
 from reflogp.store import ContentMismatchError, FileChangedError, Store
 from reflogp.store.texts import hide_secrets, shortened
 from reflogp.store.windows import TrainerSettings
@@ -242,7 +242,10 @@ def _attempt(
         dataset = JobDataset(reading, kept, files.check, model.load_vision, job.check)
         try:
             scheduler = Scheduler(workers=workers, check=job.check)
-            summary = score_dataset(dataset, store, reference, scheduler, settings=settings, watcher=progress)
+            try:
+                summary = score_dataset(dataset, store, reference, scheduler, settings=settings, watcher=progress)
+            finally:
+                scheduler.close()  # gives the workers back
             with span("write result"):
                 without_report = write_result(
                     dataset,
@@ -253,6 +256,7 @@ def _attempt(
                     Path(order.result),
                     Path(order.report),
                     f"job {order.job}",
+                    summary.rows <= MOST_REPORTED,
                     job.check,
                 )
             summary.notes += [without_report] if without_report else []

@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Generator
 from multiprocessing.connection import Connection
@@ -36,7 +37,11 @@ MOST_THREADS = 8
 #: Parameter of glibc's `mallopt` for the number of arenas, each of which reserves 64 MiB, and its value.
 _ARENA_MAX, _ARENAS = -8, 2
 #: The module that the fork server imports.
-_PRELOADED = "reflogp.service.runner.reader"
+PRELOADED = "reflogp.service.runner.fork_server"
+
+
+class NoProcessError(Exception):
+    """The machine has no memory or no processes left, or the fork server has ended."""
 
 
 class ProcessEndedError(Exception):
@@ -62,13 +67,17 @@ def messages(function: Callable[..., None], *arguments: Any, memory: int, check:
         memory: bytes of memory that the process may use in addition to the address space that it starts with.
         check: function that is called about ten times a second while the caller waits for a message.
 
-    Raises ProcessEndedError if the process ends in another way than by returning from the function.
+    Raises ProcessEndedError if the process ends in another way than by returning from the function, and NoProcessError if it
+    cannot be started.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([_PRELOADED])
+    context.set_forkserver_preload([PRELOADED])
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(sending, memory, function, arguments), name="reflogp-reader", daemon=True)
-    process.start()
+    try:
+        process.start()
+    except (OSError, EOFError) as error:
+        raise NoProcessError(f"no process can be started: {error}") from error
     sending.close()
     try:
         while True:
@@ -111,10 +120,18 @@ def _reserve_little() -> None:
         mallopt(_ARENA_MAX, _ARENAS)
 
 
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
 def _run(connection: Connection, memory: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> NoReturn:
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent ends this process
-        os.dup2(2, 1)  # what libraries print must not mix with a worker's frames
+        os.dup2(2, 1)  # what libraries print goes to the log
+        threading.Thread(target=_end_with_parent, daemon=True).start()
         quiet_libraries()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (_MOST_FILE_BYTES, _MOST_FILE_BYTES))

@@ -63,6 +63,7 @@ def write_result(
     result: Path,
     report: Path,
     name: str,
+    has_report: bool,
     check: Callable[[], None],
 ) -> str | None:
     """Write a job's result and report. Each file appears under its final name only when it is complete.
@@ -85,9 +86,10 @@ def write_result(
         load_tokenizer: returns the tokenizer that turns the token ids of the report's examples into text.
         problems: dict from row number to the reason why the row has no values.
         name: name of the dataset in the report.
+        has_report: whether to write the report; see MOST_REPORTED.
         check: called for each group of rows; raises an error to stop the job.
     """
-    collector, dropped, rows_in_all, written, last_row = Collector(), 0, 0, 0, -1
+    collector, dropped, rows_in_all, written = Collector(), 0, 0, 0
     writer: pq.ParquetWriter | None = None
     with write_atomically(result) as partial:
         try:
@@ -111,8 +113,7 @@ def write_result(
                 writer.write_table(part)
                 rows_in_all += len(part)
                 written += part["error"].null_count
-                last_row = window.last_row
-                if last_row < MOST_REPORTED:
+                if has_report:
                     plain = join if settings.ld_alpha is None else join_found(asked, found)
                     failed = {int(rows[at]): errors[at] or "" for at in np.flatnonzero(bad & ~join.dropped)}
                     collector.add(replace(window, problems=unread), found, plain, failed)
@@ -124,19 +125,19 @@ def write_result(
             if writer is not None:
                 writer.close()
     report.unlink(missing_ok=True)  # of an earlier attempt
-    if last_row >= MOST_REPORTED:
+    if not has_report:
         return f"no report: the dataset has more than {MOST_REPORTED:,} rows; `reflogp report` writes one of any size"
     try:
         collected, model = collector.collected("the dataset"), snapshot.reference.name
         page = make_page(collected, dataset.only, load_tokenizer(), snapshot, settings, score="", data=name, model=model)
+        with write_atomically(report) as partial:
+            partial.write_bytes(page)
     except FileChangedError:
         raise
     except Exception as error:  # the values are complete without the report
         check()
         logger.warning("the report of %s was not written", name, exc_info=True)
         return f"no report: {shortened_without_secrets(str(error) or type(error).__name__)}"
-    with write_atomically(report) as partial:
-        partial.write_bytes(page)
     return None
 
 

@@ -27,6 +27,7 @@ from reflogp.scoring.vision import load_processor
 from reflogp.service.log_lines import LogLine
 from reflogp.service.runner.devices import LentWorkers
 from reflogp.service.runner.job import JobCallbacks, JobModel, JobStoppedError, run_job
+from reflogp.service.runner.limited import NoProcessError
 from reflogp.service.runner.order import JobContext, JobOrder
 from reflogp.store import ReflogpError, StoreUnavailableError, resolve_model
 from reflogp.store.texts import shortened_without_secrets
@@ -75,11 +76,18 @@ class _Runner:
             return {"op": "job", "end": "done", "summary": self._run(context)}
         except JobStoppedError:
             return {"op": "job", "end": "stopped", "error": None}
+        except NoProcessError as error:
+            logger.error("%s", error, extra={"job": self._order.job})
+            os._exit(1)  # the service runs the job again
         except StoreUnavailableError as error:
             return {"op": "job", "end": "stopped", "error": str(error)}
         except (ReflogpError, OSError) as error:
+            if self._stopped_for is not None:
+                return {"op": "job", "end": "stopped", "error": None}
             return {"op": "job", "end": "failed", "error": shortened_without_secrets(str(error))}
         except Exception as error:  # a bug in reflogp or in a library
+            if self._stopped_for is not None:
+                return {"op": "job", "end": "stopped", "error": None}
             text = shortened_without_secrets(f"{type(error).__name__}: {error}")
             where = "".join(traceback.format_tb(error.__traceback__))
             logger.error("unexpected error: %s\n%s", text, where, extra={"job": self._order.job})

@@ -123,16 +123,13 @@ class Worker:
             threading.Thread(target=self._close, name="end", daemon=True).start()
 
     def keep_what_is_computed(self) -> None:
-        """After a forward pass has failed, commit the values of jobs that were computed before the failure.
+        """After a forward pass has failed, commit the values of jobs that were computed before the failure."""
+        self._units.wait_until_committed(_LAST_SECONDS)
 
-        Wait for at most _LAST_SECONDS.
-        """
+    def _close(self) -> None:
         committing = threading.Thread(target=self._units.end, daemon=True)
         committing.start()
         committing.join(_LAST_SECONDS)
-
-    def _close(self) -> None:
-        self.keep_what_is_computed()
         self.loop.close()
         time.sleep(_LAST_SECONDS)
         os._exit(1)

@@ -7,8 +7,10 @@ The device works for one runner at a time; another runner that has connected wai
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from reflogp.scoring.torch_engine import Outcome, Sequence
 from reflogp.scoring.torch_engine.sequences import TokenCounts
 from reflogp.service.worker.engine_loop import DeviceLostError, EngineLoop, ModelUnloadedError
 from reflogp.store import LogprobTable
+
+logger = logging.getLogger("reflogp.worker")
 
 #: Seconds between two checks of whether the device is free for the next runner.
 _LOOK_SECONDS = 0.1
@@ -93,6 +97,12 @@ class UnitServer:
     def start(self) -> None:
         threading.Thread(target=self._accept, name="runners", daemon=True).start()
 
+    def wait_until_committed(self, seconds: float) -> None:
+        """After a forward pass has failed, wait until the values that were computed before are committed."""
+        stop = time.monotonic() + seconds
+        while time.monotonic() < stop and any(runner.is_scoring() for runner in list(self._connected)):
+            time.sleep(_LOOK_SECONDS)
+
     def end(self) -> None:
         """Commit the values that are already computed, and score no further units."""
         self.is_ending = True
@@ -101,7 +111,12 @@ class UnitServer:
 
     def _accept(self) -> None:
         while True:
-            connection, _ = self._listener.accept()
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:  # for example, too many open files
+                logger.warning("could not accept a runner's connection: %s", error)
+                time.sleep(_LOOK_SECONDS)
+                continue
             threading.Thread(target=self._serve, args=(connection,), name="runner", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
@@ -142,6 +157,9 @@ class _Runner:
 
     def progress(self) -> int:
         return 0 if self._units is None else self._units.scored
+
+    def is_scoring(self) -> bool:
+        return self._units is not None and self._units.error is None
 
     def stop(self) -> None:
         """Start no further pass, and commit the values that are already computed."""

@@ -1,0 +1,92 @@
+"""Start the processes of jobs, and exchange frames with them.
+
+Each is forked from a fork server that has imported the libraries, so that a short job takes no longer than its work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import socket
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any
+
+from anyio import to_thread
+
+from reflogp.scoring.frames import Frame, encode, receive_frame
+from reflogp.scoring.machine import exit_reason
+from reflogp.service.processes import memory_of
+from reflogp.service.runner.limited import PRELOADED
+from reflogp.service.runner.order import JobContext, JobOrder
+
+#: Size in bytes of the buffer for a process's frames. A frame may be longer.
+_BUFFER = 1 << 20
+#: Attributes of multiprocessing's fork server, which belong to its implementation, that say how to connect to the server.
+_SERVER = ("_forkserver_address", "_forkserver_authkey")
+
+
+class RunnerProcess:
+    """The process that runs a job."""
+
+    def __init__(self, process: ForkServerProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.pid = process.pid
+        self._process, self._reader, self._writer = process, reader, writer
+
+    def send(self, message: dict[str, Any]) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(encode(message))
+
+    async def receive(self) -> Frame | None:
+        """Return the next frame, or None if the process has exited."""
+        return await receive_frame(self._reader)
+
+    async def wait(self) -> str:
+        """Wait until the process exits, and return a message that says why it exited."""
+        self._writer.close()
+        await to_thread.run_sync(self._process.join)
+        return exit_reason(self._process.exitcode or 0, "the service's log")
+
+    def memory(self) -> int:
+        """Return the resident memory of the process in bytes."""
+        return memory_of(self.pid or 0, with_children=False)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+async def start_runner(order: JobOrder, context: JobContext) -> RunnerProcess:
+    ours, theirs = socket.socketpair()
+    forks = _forkserver()
+    forkserver.ensure_running()
+    server = {name: value for name, value in vars(forkserver._forkserver).items() if name in _SERVER}
+    process = forks.Process(target=_run, args=(server, theirs, order, context), name=f"reflogp-job-{order.job}")
+    with theirs:
+        await to_thread.run_sync(process.start)
+    multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]  # a forced exit does not wait for it
+    reader, writer = await asyncio.open_unix_connection(sock=ours, limit=_BUFFER)
+    return RunnerProcess(process, reader, writer)
+
+
+def start_fork_server() -> None:
+    """Start the fork server of runners, and wait until it has imported their libraries."""
+    process = _forkserver().Process(target=_do_nothing, daemon=True)
+    process.start()
+    process.join()
+
+
+def _forkserver() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([PRELOADED])
+    return context
+
+
+def _run(server: dict[str, Any], connection: socket.socket, order: JobOrder, context: JobContext) -> None:
+    # Let this process start the processes that read the dataset by the same fork server; otherwise, it would start its own.
+    vars(forkserver._forkserver).update(server, ensure_running=lambda: None)
+    from reflogp.service.runner.run import main  # imports torch, which the service's own process does not need
+
+    main(connection, order, context)
+
+
+def _do_nothing() -> None: ...
