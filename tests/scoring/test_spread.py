@@ -188,6 +188,10 @@ def test_slow_work_and_a_suspended_run_are_no_hang():
     clock.now += 860
     assert "scored nothing for 31 min" in pulse.problem(100)
 
+    unwatched = watch.Pulse(clock, lambda: None)
+    for _ in range(3):
+        clock.now += 10_000
+        assert unwatched.problem(longest=10) is None
     silent = watch.Pulse(clock, Future)
     clock.now += watch.PING_SECONDS
     assert silent.problem(0) is None

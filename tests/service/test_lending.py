@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from reflogp.client import Client
+from reflogp.client import Client, ServicePath
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
@@ -173,6 +173,38 @@ def test_a_runner_that_is_killed_loses_nothing_and_takes_no_worker_along(service
         job = client.watch(job.id)
     assert (job.state, job.summary["bad_rows"], job.attempts) == ("done", 0, 3), "".join(service.log)
     assert service.workers() == workers
+    values_are_those_of_one_engine(file, reference_folder, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_job_whose_file_is_touched_starts_over(tmp_path, reference_folder, warm_python):
+    """Its content is the same, so the second attempt goes on with the workers that it had."""
+    file = write_rows(tmp_path / "rows.jsonl", token_rows(6000, seed=13))
+    models = {"ref": {"model": str(reference_folder), "dtype": "float32"}}
+    settings = settings_file(tmp_path, tmp_path / "store", models, **SMALL, dataset_roots=[str(tmp_path)])
+    with running("--config", settings, warm=warm_python) as service, Client(service.url) as client:
+        job = client.submit(ServicePath(str(file)), "ref")
+        wait_until(lambda: client.job(job.id).progress.scored > 20)
+        os.utime(file, (1, 1))
+        job = client.watch(job.id)
+    assert (job.state, job.attempts, job.summary["bad_rows"]) == ("done", 1, 0), "".join(service.log)
+    assert any("the job starts over" in line for line in service.log)
+    values_are_those_of_one_engine(file, reference_folder, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_when_its_only_worker_could_not_be_started_for_a_while(tmp_path, reference_folder, warm_python):
+    file = write_rows(tmp_path / "rows.jsonl", token_rows(1800, seed=14))
+    models = {"ref": {"model": str(reference_folder), "dtype": "float32"}}
+    settings = settings_file(tmp_path, tmp_path / "store", models, **SMALL | {"devices": ["cpu"]})
+    with running("--config", settings, warm=warm_python) as service, Client(service.url) as client:
+        job = client.submit(file, "ref")
+        wait_until(lambda: client.job(job.id).progress.scored > 20)
+        while sum("worker 0 ended" in line for line in list(service.log)) < 6:
+            for worker in service.workers():
+                worker.kill()
+        job = client.watch(job.id)
+    assert (job.state, job.attempts, job.summary["bad_rows"]) == ("done", 1, 0), "".join(service.log)
     values_are_those_of_one_engine(file, reference_folder, tmp_path)
 
 

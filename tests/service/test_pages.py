@@ -3,8 +3,9 @@
 import json
 import os
 import re
+import sqlite3
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
@@ -229,6 +230,17 @@ def test_the_list_shows_jobs_and_filters_them(chromium, service, done, script):
 
 
 @pytest.mark.slow
+def test_the_page_of_a_job_that_an_earlier_version_ran(service, done, tmp_path_factory):
+    ledger = tmp_path_factory.getbasetemp() / "pages0" / "state" / "jobs.sqlite"
+    with closing(sqlite3.connect(ledger)) as database, database:
+        [summary] = database.execute("select summary from job where id = ?", [done]).fetchone()
+        database.execute("update job set summary = json_remove(summary, '$.bad_row_reasons') where id = ?", [done])
+        database.commit()
+        answer = httpx.get(f"{service}/jobs/{done}")
+        database.execute("update job set summary = ? where id = ?", [summary, done])
+    assert answer.status_code == 200 and done in answer.text
+
+
 def test_older_jobs_are_on_further_pages(chromium, service, done, pair_rows, tmp_path):
     """More jobs than fit on a page; the first of them is only on the last."""
     with Client(service) as client:

@@ -141,14 +141,14 @@ def test_bodies_that_are_too_much_leave_nothing(tmp_path, why, chunks, declared,
     begin = time.monotonic()
     assert place.refused("a.jsonl", chunks(), declared).status == status
     assert time.monotonic() - begin < 10
-    assert place.files() == [] and place.uploads.list() == []
+    assert (place.files(), place.datasets.used, place.uploads.list()) == ([], 0, [])
 
 
 @pytest.mark.parametrize("error", [ConnectionResetError, RuntimeError, asyncio.CancelledError])
 def test_a_disconnect_leaves_nothing(place, error):
     with pytest.raises(error):
         asyncio.run(place.uploads.receive("a.jsonl", arriving(b"x" * 2_000_000, b"y", then=error), None))
-    assert place.files() == [] and place.uploads.list() == []
+    assert (place.files(), place.datasets.used, place.uploads.list()) == ([], 0, [])
 
 
 def test_a_cancelled_upload_leaves_nothing(place):
@@ -160,7 +160,7 @@ def test_a_cancelled_upload_leaves_nothing(place):
         return task.cancelled()
 
     assert asyncio.run(cancelled_in_the_middle())
-    assert place.files() == []
+    assert (place.files(), place.datasets.used) == ([], 0)
 
 
 def test_all_together_are_bounded_while_they_arrive(tmp_path):

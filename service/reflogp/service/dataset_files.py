@@ -98,8 +98,8 @@ class DatasetFiles:
             507,
             f"uploads and fetched datasets may take at most {byte_count(self._most_together)} (max_uploads_bytes), and there "
             "is not enough space for this dataset",
-            "delete uploads that you no longer need (DELETE /v1/uploads/NAME), or wait: a minute after other jobs have ended, or "
-            "until failed and cancelled jobs are deleted (keep_days)",
+            "delete uploads that you no longer need (DELETE /v1/uploads/NAME), or wait until a minute after other jobs have "
+            "ended, or until failed and cancelled jobs are deleted (keep_days)",
         )
 
     def keep(self, arrived: Path, name: str, size: int) -> Path:
