@@ -5,7 +5,9 @@ import random
 import re
 import signal
 import time
+from contextlib import suppress
 
+import psutil
 import pytest
 
 from reflogp.client import Client, ServicePath
@@ -202,7 +204,8 @@ def test_a_job_goes_on_when_its_only_worker_could_not_be_started_for_a_while(tmp
         wait_until(lambda: client.job(job.id).progress.scored > 20)
         while sum("worker 0 ended" in line for line in list(service.log)) < 6:
             for worker in service.workers():
-                worker.kill()
+                with suppress(psutil.NoSuchProcess):
+                    worker.kill()
         job = client.watch(job.id)
     assert (job.state, job.attempts, job.summary["bad_rows"]) == ("done", 1, 0), "".join(service.log)
     values_are_those_of_one_engine(file, reference_folder, tmp_path)
