@@ -114,7 +114,7 @@ class _Worker:
             if stopped.is_set():
                 raise _StoppedError
 
-        passes = self._loop.flow("reference", itertools.repeat(sequences), lambda _: None, check)
+        passes = self._loop.flow("reference", itertools.repeat(sequences), check)
         next(passes)
 
         def follow() -> None:

@@ -49,8 +49,8 @@ _SHORT_OF = {
     "GRPOConfig": _SHORT + "max_completion_length=8, ",
     "OnlineDPOConfig": _SHORT + "max_new_tokens=8, ",
 }
-#: For `reflogp demo`, which builds a model and trains it for a minute.
-_SHORT_DEMO = ("--model", "./sft-model", "--rows", "16", "--steps", "2")
+#: For `reflogp demo`, which trains for a minute. It finds a model, which it would otherwise build.
+_SHORT_DEMO = ("--rows", "16", "--steps", "2")
 _CONFIG = re.compile(r"\b((?:DPO|KTO|RLOO|GRPO|OnlineDPO)Config)\(")
 _OURS = re.compile(r"reflogp\.\w+")
 #: Modules that start a framework's training.
@@ -121,6 +121,7 @@ class Workspace:
             case ["reflogp", "serve", *options]:
                 self._serve(("serve", *options))
             case ["reflogp", "demo"]:
+                shutil.copytree("sft-model", "reflogp-demo/model", dirs_exist_ok=True)
                 _reflogp(["demo", *_SHORT_DEMO])
             case ["reflogp", *arguments]:
                 printed = _reflogp(arguments)

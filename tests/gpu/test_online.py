@@ -40,7 +40,7 @@ def test_online_requests_beside_a_job_get_the_values_that_they_get_alone(tmp_pat
     thread.start()
     try:
         waiting = list(enumerate(online))
-        for landed, _ in loop.flow(REFERENCE, iter([job]), lambda _: None, lambda: None):
+        for landed, _ in loop.flow(REFERENCE, iter([job]), lambda: None):
             outcomes.update(landed)
             if waiting:
                 number, sequences = waiting.pop(0)
