@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from tests.docs.blocks import Block, blocks_of, pages
-from tests.docs.workspace import Workspace, lines_of, parse, parse_axolotl, parse_ini, parse_python
+from tests.docs.workspace import Workspace, lines_of, parse, parse_ini, parse_python, parse_yaml
 
 #: (page, beginning of a line of a sh block or of a block in another language) -> why it is parsed and not run. Page None: any.
 NOT_RUN: dict[tuple[str | None, str], str] = {
@@ -87,7 +87,7 @@ def _handle(block: Block, workspace: Workspace) -> str:
         case "json":
             workspace.run_json(block)
         case "yaml":
-            parse_axolotl(block)
+            parse_yaml(block)
             return "parsed"
         case "ini" if _reason(block, block.text):
             parse_ini(block)

@@ -261,9 +261,18 @@ def parse_ini(block: Block) -> None:
     parse_reflogp(arguments)
 
 
-def parse_axolotl(block: Block) -> None:
-    """A part of axolotl's YAML file: the plugin's class is in the module that is named, and the settings are its own."""
+def parse_yaml(block: Block) -> None:
+    """A part of axolotl's file: the plugin's class is in the module that is named, and the settings are its own. Or one of
+    Compose's: its services are ours, and its variables are settings.
+    """
     settings = yaml.safe_load(block.text)
+    if "services" in settings:
+        ours = yaml.safe_load((REPOSITORY / "docker" / "compose.yaml").read_text(encoding="utf-8"))["services"]
+        for name, service in settings["services"].items():
+            assert name in ours, name
+            for variable in service["environment"]:
+                assert variable.removeprefix("REFLOGP_").lower() in ServerSettings.model_fields, variable
+        return
     [plugin] = settings["plugins"]
     module, _, name = plugin.rpartition(".")
     file = _source(REPOSITORY / "trainer_ext" / module.replace(".", "/"))
