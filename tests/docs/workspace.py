@@ -32,7 +32,7 @@ from packaging.requirements import Requirement
 from reflogp.cli import main
 from reflogp.cli.main import app
 from reflogp.scoring.data.shape import detect_format, examples_of, output_columns, token_row
-from reflogp.service.settings import read_settings
+from reflogp.service.settings import ServerSettings, read_settings
 from reflogp.trainer.options import Options, read_options
 from tests.conftest import REPOSITORY
 from tests.docs.blocks import Block
