@@ -48,11 +48,11 @@ def client(service):
 
 
 def hanging_job(client, service, tmp_path, name: str):
-    """A job whose worker is at a row that does not end."""
+    """A job whose reader is at a row that does not end."""
     file = write_rows(tmp_path / f"{name}.jsonl", [pair(name), pair("power"), pair("loop")])
     job = client.submit(file, "ref")
     wait_for(client, job.id, lambda found: found.state == "running")
-    wait_until(lambda: any(worker.children() for worker in service.workers()))
+    wait_until(lambda: any(len(runner.parent().children()) > 1 for runner in service.runners()))  # the runner and the reader
     return job
 
 
