@@ -87,7 +87,7 @@ def jobs_router(context: Context) -> APIRouter:
         kind = require_type(request, JSON, *DATASET_TYPES)
         if kind in DATASET_TYPES:
             if query.reference is None:
-                raise Problem(422, "the query string does not name a reference", "add ?reference=NAME")
+                raise Problem(404, "the query string does not name a reference", "add ?reference=NAME")
             context.registry.model_of(query.reference)
             chunks, length = stream_chunks(request), content_length(request)
             received = await context.uploads.receive_nameless(DATASET_TYPES[kind], chunks, length)
