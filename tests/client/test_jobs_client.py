@@ -4,10 +4,12 @@ import hashlib
 import inspect
 import json
 import random
+import socket
 import threading
 import time
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -35,10 +37,12 @@ from reflogp.client import (
     tables,
 )
 from reflogp.service import models as service_models
-from reflogp.store import UsageError
+from reflogp.store import UsageError, sequence_keys
 from reflogp.store.schema import stream_bytes
-from tests.conftest import write_rows
+from tests.conftest import plain_token_logps, write_rows
 from tests.service.serving import float32, serving, settings_file, wait_until
+
+TOKEN = "token-of-a-trainer"
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +108,13 @@ def test_a_job_of_a_newer_service_can_be_read_and_of_something_else_not():
         jobs.job_of(httpx.Response(200, text="<html>"))
 
 
+def test_a_watch_of_a_service_that_was_never_there_is_short():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with Client(url) as client, pytest.raises(ServiceUnreachableError, match=f"the request to {url} failed"):
+        client.watch("4f1c9a02d77be310")
+
+
 def test_a_watch_bears_a_restart_and_says_why_it_ends(monkeypatch):
     answers = [
         httpx.Response(200, json=JOB | {"state": "queued"}),
@@ -123,9 +134,6 @@ def test_a_watch_bears_a_restart_and_says_why_it_ends(monkeypatch):
     assert found == ["queued", "running"]
     with pytest.raises(ServiceFailedError):  # the first answer is none of a service that starts again
         MadeUp(monkeypatch, httpx.Response(500)).client.watch("x")
-    failed = JOB | {"state": "failed", "error": "no rows"}
-    with pytest.raises(JobFailedError, match="job 4f1c9a02d77be310 failed: no rows"):
-        MadeUp(monkeypatch, lambda _: httpx.Response(200, json=failed)).client.watch("x", check=True)
     with pytest.raises(DeadlineExceededError, match=r"running after 0\.01 seconds; the job continues"):
         MadeUp(monkeypatch, lambda _: httpx.Response(200, json=JOB)).client.watch("x", timeout=0.01)
 
@@ -201,15 +209,15 @@ def asked(monkeypatch) -> Callable[..., dict]:
         ([np.array([1, 2], np.int32), np.array([], np.int64)], [np.array([3], np.uint32), np.array([4, 5])]),
         (pa.array([[1, 2], []], pa.list_(pa.int32())), pa.array([[3], [4, 5]], pa.large_list(pa.uint32()))),
         (pa.chunked_array([[[1, 2]], [[]]], pa.list_(pa.int64())), [(3,), (4, 5)]),
-        (np.arange(1, 5).reshape(2, 2), np.array([[3], [4]])),
     ],
 )
 def test_token_ids_come_in_many_shapes_and_leave_in_one(asked, prompts, completions):
-    found = asked(prompts, completions)
-    if isinstance(prompts, np.ndarray):  # the rows of a matrix are equally long
-        assert found == {"prompt_ids": [[1, 2], [3, 4]], "completion_ids": [[3], [4]]}
-    else:
-        assert found == {"prompt_ids": [[1, 2], []], "completion_ids": [[3], [4, 5]]}
+    assert asked(prompts, completions) == {"prompt_ids": [[1, 2], []], "completion_ids": [[3], [4, 5]]}
+
+
+def test_a_matrix_of_token_ids_is_rows(asked):
+    assert asked(np.arange(6).reshape(2, 3), np.ones((2, 1), int))["prompt_ids"] == [[0, 1, 2], [3, 4, 5]]
+    assert asked([], []) == {"prompt_ids": [], "completion_ids": []}
 
 
 @pytest.mark.parametrize("wrong", [["text"], [None], [[None]], [[-1]], [[2**32]], 5, [1, 2], [["a"]], pa.array([[1.5]])])
@@ -323,7 +331,7 @@ def test_a_file_is_scored_by_a_job_and_its_values_are_the_stores(client, pairs_f
     for side in ("chosen", "rejected"):
         found = client.lookup("sft", table[f"{side}_key"])
         assert np.allclose(found.sums, table[f"ref_{side}_logps"].to_numpy(), rtol=1e-6)
-    assert f"Report · job {job.id}" in client.report(job.id)
+    assert "<html" in client.report(job.id)
     assert {file.name for file in tmp_path.iterdir()} == {"pairs.jsonl", "values.parquet"}
 
 
@@ -339,17 +347,32 @@ def test_the_same_file_and_settings_are_one_job_and_one_upload(client, tmp_path,
     ids.add(client.submit(Uploaded(first.name), "sft", max_length=200, idempotency_key=None).id)
     assert len(ids) == 1
     assert client.submit(file, "sft", max_length=100).id not in ids
-    (tmp_path / "other").mkdir()
-    other = client.upload(write_rows(tmp_path / "other" / file.name, pair_rows[2:4]))
-    assert other.name != first.name  # another file of the same name does not replace it
-    assert client.upload(file, "mine.jsonl").name == "mine.jsonl"
-    assert client.upload(tmp_path / "other" / file.name, "mine.jsonl").sha256 == other.sha256  # the file is replaced
 
 
-def test_a_file_with_the_longest_name_is_uploaded(client, tmp_path):
-    file = tmp_path / f"{'x' * 244}.ndjson.zst"
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".ndjson.zst"])
+def test_a_file_with_the_longest_name_is_uploaded(client, tmp_path, suffix):
+    file = tmp_path / f"{'x' * (255 - len(suffix))}{suffix}"
     file.write_text("{}\n")
-    assert client.upload(file).name.endswith("xx.ndjson.zst")
+    assert client.upload(file).name.endswith(f"xx{suffix}")
+
+
+def test_another_file_of_the_same_name_does_not_replace_it(client, tmp_path, pair_rows):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    one = client.upload(write_rows(tmp_path / "a" / "pairs.jsonl", pair_rows[:2]))
+    two = client.upload(write_rows(tmp_path / "b" / "pairs.jsonl", pair_rows[2:4]))
+    assert one.name != two.name
+    assert client.upload(tmp_path / "a" / "pairs.jsonl", "mine.jsonl").name == "mine.jsonl"
+    assert client.upload(tmp_path / "b" / "pairs.jsonl", "mine.jsonl").sha256 == two.sha256  # the file is replaced
+
+
+def test_an_idempotency_key_comes_with_one_content(client, tmp_path, pair_rows):
+    file = write_rows(tmp_path / "pairs.jsonl", pair_rows[60:62])
+    first = client.submit(file, "sft", idempotency_key="nightly")
+    assert client.submit(file, "sft", idempotency_key="nightly").id == first.id
+    with pytest.raises(RequestRefusedError, match="Idempotency-Key") as caught:
+        client.submit(file, "sft", max_length=77, idempotency_key="nightly")
+    assert caught.value.status == 409
 
 
 def test_a_long_file_is_sent_in_bounded_memory(client, tmp_path):
@@ -412,17 +435,60 @@ def test_jobs_come_in_pages(client, tmp_path, pair_rows):
         client.jobs("asleep")
 
 
+def test_scores_are_the_models_and_may_be_kept(client, reference_folder):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(reference_folder, dtype="float32")
+    prompts, completions = [[11, 12, 13], [14]], [[15, 16], [17, 18, 19]]
+    for temperature in (1.0, 0.7):
+        scores = client.score("sft", prompts, completions, temperature=temperature)
+        for p, c, found in zip(prompts, completions, scores.token_logps, strict=True):
+            assert found.dtype == np.float32
+            assert np.allclose(found, plain_token_logps(model, p, c, temperature), atol=1e-4)
+    assert scores.hits == 0
+    assert client.lookup("sft", sequence_keys(prompts, completions)).lengths.tolist() == [-1, -1]
+    kept = client.score("sft", prompts, completions, cache_write=True)
+    assert kept.engine_seconds > 0
+    waiting = time.monotonic() + 60
+    while client.score("sft", prompts, completions).hits < 2:
+        assert time.monotonic() < waiting
+        time.sleep(0.1)
+    stored = client.lookup("sft", sequence_keys(prompts, completions), values=True)
+    assert [a.tolist() for a in stored.token_logps] == [a.tolist() for a in kept.token_logps]
+    assert client.score("sft", np.array(prompts[:1]), pa.array(completions[:1]), cache_read=False).hits == 0
+
+
+def test_sequences_that_cannot_be_scored_are_named_and_the_others_are_there(client):
+    with pytest.raises(SequencesRefusedError, match=r"1 of 3 sequences could not be scored \(index 1: ") as caught:
+        client.score("sft", [[5, 6], [5, 1_000_000], [5]], [[7], [8], [9, 10]])
+    assert list(caught.value.problems) == [1]
+    assert [None if values is None else len(values) for values in caught.value.results] == [1, None, 2]
+
+
+def test_score_keeps_to_its_deadline(client):
+    rows = made_up_rows(1, 500)
+    prompts, completions = [row["prompt_ids"] for row in rows], [row["chosen_ids"] for row in rows]
+    begin = time.monotonic()
+    with pytest.raises(DeadlineExceededError):
+        client.score("sft", prompts, completions, deadline=0.2)
+    assert time.monotonic() - begin < 5
+    with pytest.raises(RequestRefusedError, match="reference"):
+        client.score("nobody", [[1]], [[2]])
+
+
 @pytest.mark.slow
 def test_a_job_is_cancelled_and_retried(client, tmp_path, long_file):
     job = client.submit(long_file, "sft")
     for found in client.events(job.id):
         if found.progress.scored:
             break
-    for call in (lambda: client.result(job.id, tmp_path / "values.parquet"), lambda: client.retry(job.id)):
-        with pytest.raises(RequestRefusedError) as caught:
-            call()
-        assert caught.value.status == 409
+    with pytest.raises(RequestRefusedError) as caught:
+        client.result(job.id, tmp_path / "values.parquet")
+    assert caught.value.status == 409
     assert [file.name for file in tmp_path.iterdir()] == ["long.jsonl"]
+    with pytest.raises(RequestRefusedError) as caught:
+        client.retry(job.id)
+    assert caught.value.status == 409
     begin = time.monotonic()
     with pytest.raises(DeadlineExceededError, match=r"running after 0\.5 seconds"):
         client.watch(job.id, timeout=0.5)
@@ -439,12 +505,32 @@ def test_a_job_is_cancelled_and_retried(client, tmp_path, long_file):
     assert client.watch(job.id, timeout=120).state == "cancelled"
 
 
+def test_a_job_that_fails_says_why(client, tmp_path):
+    file = tmp_path / "wrong.jsonl"
+    file.write_text('{"some": "columns"}\n')
+    job = client.watch(client.submit(file, "sft").id)
+    if job.state == "done":
+        assert job.summary["bad_rows"] == 1
+        return
+    with pytest.raises(JobFailedError, match=job.error.split("\n")[0][:30]):
+        client.watch(job.id, check=True)
+    with pytest.raises(RequestRefusedError):
+        client.cancel(job.id)
+
+
 @pytest.mark.parametrize("call", ["job", "cancel", "retry", "report", "watch"])
 def test_an_unknown_job_is_refused(client, call):
     for job in ("0123456789abcdef", "../references", "a b?c#d"):
         with pytest.raises(RequestRefusedError) as caught:
             getattr(client, call)(job)
         assert caught.value.status == 404
+
+
+def test_a_result_is_written_where_it_can_be(client, tmp_path):
+    with pytest.raises(UsageError, match=r"\.parquet"):
+        client.result("0123456789abcdef", tmp_path / "values.csv")
+    with pytest.raises(UsageError, match="is not a folder"):
+        client.result("0123456789abcdef", tmp_path / "nowhere" / "values.parquet")
 
 
 @pytest.mark.slow
@@ -471,22 +557,42 @@ def test_a_watch_outlives_a_restart_of_the_service(tmp_path, reference_folder, l
     client.close()
 
 
+@pytest.fixture(scope="module")
+def narrow(reference_folder, tmp_path_factory, warm_python):
+    """A service with a token and a short queue."""
+    folder, tokens = tmp_path_factory.mktemp("narrow"), {"trainer": (TOKEN, ["score", "read"])}
+    models = {"sft": float32(reference_folder)}
+    settings = settings_file(folder, folder / "store", models, tokens, max_queued_tokens=2000)
+    with serving("--config", settings, warm=warm_python) as found:
+        yield found
+
+
 @pytest.mark.slow
-def test_a_token_is_needed_where_there_are_tokens_and_names_who_submits(reference_folder, pairs_file, tmp_path, warm_python):
-    tokens = {"trainer": ("token-of-a-trainer", ["score"])}
-    settings = settings_file(tmp_path, tmp_path / "store", {"sft": float32(reference_folder)}, tokens)
-    with serving("--config", settings, warm=warm_python) as url:
-        with Client(url, token="guess") as client, pytest.raises(NotAllowedError):
-            client.submit(pairs_file, "sft")
-        with Client(url, token="token-of-a-trainer") as client:
-            assert client.watch(client.submit(pairs_file, "sft").id, check=True).submitted_by == "trainer"
+def test_a_token_is_needed_where_there_are_tokens(narrow, pairs_file):
+    with Client(narrow, token="guess") as client, pytest.raises(NotAllowedError):
+        client.submit(pairs_file, "sft")
+    with Client(narrow, token=TOKEN) as client:
+        assert client.watch(client.submit(pairs_file, "sft").id, check=True).submitted_by == "trainer"
 
 
-def test_a_token_is_stripped_and_by_default_the_environments(monkeypatch):
-    monkeypatch.setenv("REFLOGP_TOKEN", "from-there")
-    for token, sent in ((None, "from-there"), ("secret\n", "secret"), ("  secret ", "secret")):
-        with Client("http://127.0.0.1:9", token=token) as client:
-            assert client._http.headers["authorization"] == f"Bearer {sent}"
+def test_ranks_that_a_full_queue_refused_come_again_and_are_served(narrow):
+    rows = made_up_rows(2, 24)
+
+    def ask(row: dict):
+        return client.score("sft", [row["prompt_ids"]] * 3, [row["chosen_ids"]] * 3, deadline=90)
+
+    with Client(narrow, token=TOKEN) as client, ThreadPoolExecutor(24) as ranks:
+        answers = list(ranks.map(ask, rows))
+    assert [[len(values) for values in scores.token_logps] for scores in answers] == [[300] * 3] * 24
+    metrics = httpx.get(f"{narrow}/metrics", headers={"authorization": f"Bearer {TOKEN}"}).text
+    refused = next(line for line in metrics.splitlines() if line.startswith('reflogp_score_refused_total{why="queue"}'))
+    assert float(refused.split()[1]) > 0
+
+
+@pytest.mark.parametrize("token", ["secret\n", "  secret "])
+def test_a_token_is_stripped(token):
+    with Client("http://127.0.0.1:9", token=token) as client:
+        assert client._http.headers["authorization"] == "Bearer secret"
 
 
 @pytest.mark.parametrize("token", ["tök", "two words", "a\nb"])
@@ -494,6 +600,12 @@ def test_what_cannot_be_a_token_is_refused_and_not_repeated(token):
     with pytest.raises(UsageError) as caught:
         Client("http://127.0.0.1:9", token=token)
     assert token not in str(caught.value)
+
+
+def test_the_token_of_the_environment_is_used(monkeypatch):
+    monkeypatch.setenv("REFLOGP_TOKEN", "from-there")
+    with Client("http://127.0.0.1:9") as client:
+        assert client._http.headers["authorization"] == "Bearer from-there"
 
 
 def limited(most: int) -> Callable[[httpx.Request], httpx.Response]:
