@@ -147,7 +147,7 @@ class Precompute:
         self._settings = settings
         self._results = folder / "results"
         self._results.mkdir(parents=True, exist_ok=True)
-        for partial_file in self._results.glob(".*.partial"):  # left by a worker that was killed while it wrote a result
+        for partial_file in self._results.glob(".*.partial"):  # left by a process that was killed while it wrote a result
             partial_file.unlink(missing_ok=True)
         self._datasets = files
         self._ledger = ledger
@@ -359,12 +359,12 @@ class Precompute:
     def result(self, job_id: str) -> Path:
         """Return the path of a job's result.
 
-        The worker writes the file at the end of the job, and only if at least one row of the dataset could be read.
+        The runner writes the file at the end of the job, and only if at least one row of the dataset could be read.
         """
         return self._results / f"{job_id}.parquet"
 
     def report(self, job_id: str) -> Path:
-        """Return the path of a job's report, which the worker writes after the result, unless a note says why not."""
+        """Return the path of a job's report, which the runner writes after the result, unless a note says why not."""
         return self._results / f"{job_id}.report.html"
 
     async def on_frame(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
@@ -472,7 +472,7 @@ class Precompute:
         self._assign()
 
     def _count(self, running: _Running, progress: JobProgress) -> None:
-        """Update the metrics with the progress that a job has made since the worker's previous `progress` frame."""
+        """Update the metrics with the progress that a job has made since the runner's previous `progress` frame."""
         before, running.counted = running.counted, progress
         self._metrics.sequences.labels("job", "hit").inc(max(0, progress.hits - before.hits))
         self._metrics.sequences.labels("job", "scored").inc(max(0, progress.scored - before.scored))
@@ -505,7 +505,7 @@ class Precompute:
                 self._wanted.set()
 
     async def _requeue_lost(self) -> None:
-        """Find all jobs that the ledger lists as running although no worker is running them.
+        """Find all jobs that the ledger lists as running although they have no runner.
 
         Queue these jobs again, but end those that were cancelled.
         """

@@ -125,10 +125,8 @@ def answer_calls(connection: socket.socket, worker: Callee, on_end: Callable[[],
         with sending, contextlib.suppress(OSError):  # raised if the other process has ended
             connection.sendall(answered)
 
-    with (
-        ThreadPoolExecutor(IN_FLIGHT + 2) as pool,
-        connection.makefile("rb") as calls,
-    ):  # `stop` and `progress` beside the units
+    most = IN_FLIGHT + 2  # `stop` and `progress` beside the units
+    with ThreadPoolExecutor(most) as pool, connection.makefile("rb") as calls:
         with contextlib.suppress(ConnectionError):
             while (frame := read_frame(calls)) is not None:
                 pool.submit(answer, *frame)

@@ -81,14 +81,12 @@ class _Runner:
             os._exit(1)  # the service runs the job again
         except StoreUnavailableError as error:
             return {"op": "job", "end": "stopped", "error": str(error)}
-        except (ReflogpError, OSError) as error:
-            if self._stopped_for is not None:
+        except Exception as error:
+            if self._stopped_for is not None:  # what the job needs may end together with it
                 return {"op": "job", "end": "stopped", "error": None}
-            return {"op": "job", "end": "failed", "error": shortened_without_secrets(str(error))}
-        except Exception as error:  # a bug in reflogp or in a library
-            if self._stopped_for is not None:
-                return {"op": "job", "end": "stopped", "error": None}
-            text = shortened_without_secrets(f"{type(error).__name__}: {error}")
+            if isinstance(error, ReflogpError | OSError):
+                return {"op": "job", "end": "failed", "error": shortened_without_secrets(str(error))}
+            text = shortened_without_secrets(f"{type(error).__name__}: {error}")  # a bug in reflogp or in a library
             where = "".join(traceback.format_tb(error.__traceback__))
             logger.error("unexpected error: %s\n%s", text, where, extra={"job": self._order.job})
             return {"op": "job", "end": "failed", "error": text}
