@@ -447,3 +447,22 @@ def test_kill_9_in_the_middle_loses_nothing_that_was_committed(reference_folder,
     assert len(snapshot) == whole["scored"] == len(values)
     stored = snapshot.token_logps(pa.array(list(values), pa.binary()))
     assert max(np.abs(np.array(value) - got).max() for value, got in zip(values.values(), stored, strict=True)) <= 1e-5
+
+
+def test_a_snapshot_that_is_not_there(score, reflogp, reference_folder, pairs_file, tmp_path):
+    score(pairs_file)
+    join = (
+        "join",
+        reference_folder,
+        pairs_file,
+        "--store",
+        tmp_path / "store",
+        "-o",
+        tmp_path / "j.parquet",
+        "--dtype",
+        "float32",
+    )
+    code, _, err = reflogp(*join, "--snapshot", 12)
+    assert code == FAILED
+    assert "no snapshot 12" in one_sentence(err)
+    assert not (tmp_path / "j.parquet").exists()

@@ -179,3 +179,11 @@ def test_stages_and_their_attributes(taken, monkeypatch):
     [recorded], [failing] = taken.named("recorded"), taken.named("failing")
     assert recorded.end - recorded.start == 2_000_000_000 and recorded.attributes == {"reflogp.tokens": 5}
     assert failing.attributes == {"reflogp.rows": 1, "reflogp.tokens": 2} and failing.parent == recorded.parent == root.id
+
+
+def test_an_error_is_the_runs_status(score, taken, tmp_path):
+    process = score(write_rows(tmp_path / "rows.jsonl", [{"question": "?"}]), OTEL_EXPORTER_OTLP_ENDPOINT=taken.url)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode in (1, 2)
+    [root] = taken.named("reflogp score")
+    assert root.is_error and "columns" in root.message and root.message in err

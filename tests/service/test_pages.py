@@ -491,3 +491,30 @@ def test_formats():
     assert [texts.byte_count(value) for value in (0, 1023, 1536, 5 << 30)] == ["0 B", "1,023 B", "1.5 KiB", "5.0 GiB"]
     signed = DatasetSpec(uri="https://user:secret@host/a/b.jsonl?signature=secret")
     assert dataset_name(signed) == "https://host/a/b.jsonl"
+
+
+@pytest.mark.slow
+def test_a_signed_in_browser_watches_and_downloads(chromium, guarded, pair_rows, tmp_path):
+    token = TOKENS["anna"][0]
+    with Client(guarded, token) as client, opened(chromium) as page:
+        job = client.submit(write_rows(tmp_path / "own.jsonl", many_rows(pair_rows, 200, "guarded")), "tiny").id
+        page.goto(f"{guarded}/jobs/{job}")
+        page.get_by_label("Token").fill(token)
+        page.get_by_label("Token").press("Enter")
+        page.wait_for_url(f"{guarded}/jobs/{job}")
+        page.locator("#live", has_text="The job is done").wait_for()
+        page.locator("#result").wait_for()
+        with page.expect_download() as download:
+            page.locator("#result").click()
+        assert Path(download.value.path()).read_bytes()[:4] == b"PAR1"
+        assert token not in page.content()
+
+
+@pytest.mark.slow
+def test_the_list_says_that_the_service_does_not_answer(chromium, service, done):
+    with opened(chromium, allowed_errors=["Failed to load resource"]) as page:
+        page.goto(service)
+        page.context.route(f"{service}/", lambda route: route.abort())
+        page.locator("#live", has_text="is not responding").wait_for()
+        page.context.unroute_all()
+        page.locator("#live", has_text=re.compile("^$")).wait_for(state="attached")
