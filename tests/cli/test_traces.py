@@ -111,7 +111,8 @@ def test_a_collector_that_hangs_or_is_away_delays_a_run_by_a_few_seconds(score, 
         took.append(time.monotonic() - began)
         assert "Traceback" not in err, err
     assert "Connection refused" in err, err
-    assert max(took) < max(usual, plain_run(4)) + 10  # the machine may be busier or less busy than before
+    # the machine may be busier or less busy than before, and the exporter is imported, too; the SDK itself would wait 30 seconds
+    assert max(took) < 1.5 * max(usual, plain_run(4)) + 10
 
 
 def test_a_collector_that_refuses_is_named_with_its_reason(score, tmp_path, taken):
@@ -152,6 +153,9 @@ def test_a_forked_process_has_one_thread_and_can_trace_runs_of_its_own(taken, mo
 
 
 def _threads_and_a_run(pipe):
+    until = time.monotonic() + 10
+    while psutil.Process().num_threads() > 1 and time.monotonic() < until:
+        time.sleep(0.01)  # the system counts a thread for a moment after it was joined
     pipe.send(psutil.Process().num_threads())
     contextvars.Context().run(_run_of_the_child)
 
