@@ -31,7 +31,6 @@ from sides import make_tokenizer, quiet, read_pairs
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
-from reflogp.scoring.data.tokenizer_files import read_tokenizer_files
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.runs.score import score_dataset
@@ -40,7 +39,7 @@ from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from reflogp.scoring.torch_engine.flow import InFlight, Unit
 from reflogp.service.confined_paths import digest_below
 from reflogp.service.runner.devices import LentWorkers
-from reflogp.service.runner.job import JobCallbacks, JobModel, run_job
+from reflogp.service.runner.job import JobCallbacks, run_job
 from reflogp.service.runner.order import JobContext, JobOrder
 from reflogp.service.worker.engine_loop import Answer, EngineLoop, Engines, OnlineRequest
 from reflogp.service.worker.units import UnitServer
@@ -164,7 +163,6 @@ def job(world: World, online: bool) -> dict[str, Any]:
             run_job(
                 order,
                 context,
-                JobModel(lambda: read_tokenizer_files(str(world.model)), lambda: None),
                 workers,
                 JobCallbacks(lambda progress, committed: None, lambda: None),
             )

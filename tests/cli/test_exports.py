@@ -240,8 +240,7 @@ def test_a_jobs_result_is_exported_too_and_its_bad_rows_are_named_with_their_rea
     def result(data, name, problems):
         dataset = TokenizedDataset(RowSource(str(data)), lambda: tokenizer, None)
         file = tmp_path / name
-        page = tmp_path / "report.html"
-        write_result(dataset, lambda: tokenizer, snapshot, TrainerSettings(), problems, file, page, name, True, lambda: None)
+        write_result(dataset, snapshot, TrainerSettings(), problems, file, lambda: None)
         return file
 
     whole = result(place / "tokens.jsonl", "whole.parquet", {})

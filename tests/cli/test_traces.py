@@ -111,7 +111,7 @@ def test_a_collector_that_hangs_or_is_away_delays_a_run_by_a_few_seconds(score, 
         took.append(time.monotonic() - began)
         assert "Traceback" not in err, err
     assert "Connection refused" in err, err
-    # the machine may be busier or less busy than before, and the exporter is imported, too; the SDK itself would wait 30 seconds
+    # The machine may be busier or less busy than before, and the exporter is imported. The SDK itself would wait 30 s.
     assert max(took) < 1.5 * max(usual, plain_run(4)) + 10
 
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from reflogp.client import Client
+from reflogp.client import Client, RequestRefusedError
 from reflogp.service.runner.job import Progress
 from reflogp.store.texts import MOST_CHARACTERS
 from tests.conftest import save_llama, write_rows
@@ -93,7 +93,8 @@ def test_windows_without_a_usable_row(client, tmp_path):
             if len(wrong) < len(rows):
                 assert f"<dt>Bad rows</dt><dd>{len(wrong):,}</dd>" in client.report(job.id)
             else:
-                assert "no report: the dataset has no row that can be used" in job.summary["notes"][-1]
+                with pytest.raises(RequestRefusedError, match="no report: the dataset has no row that can be used"):
+                    client.report(job.id)
 
 
 #: Rows with a long text wherever a row has a place for one.

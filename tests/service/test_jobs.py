@@ -108,6 +108,23 @@ def test_text_pairs_give_what_the_command_line_gives(client, tmp_path, pair_rows
     assert "Desirable completions: 10. Undesirable completions: 10." in client.report(kto.id)
 
 
+def test_a_report_is_written_when_it_is_first_asked_for(client, place):
+    file = write_rows(place / "data" / "reported.jsonl", token_rows(6, seed=60))
+    job, other = (client.watch(client.submit(ServicePath(str(file)), "ref", max_length=size).id).id for size in (50, 60))
+    assert not [*place.glob(f"**/{job}.report.html"), *place.glob(f"**/{other}.report.html")]
+    with ThreadPoolExecutor(3) as pool:
+        pages = list(pool.map(lambda _: client.report(job), range(3)))
+    assert pages[0] == pages[1] == pages[2] and "6 rows, 6 pairs with values" in pages[0]
+    write_rows(file, token_rows(7, seed=61))
+    assert client.report(job) == pages[0]
+    with pytest.raises(RequestRefusedError, match=r"the job has no report: .*reported\.jsonl.* changed"):
+        client.report(other)
+    file.unlink()
+    with pytest.raises(RequestRefusedError, match=r"the job has no report: (its dataset has been deleted|.*no such)"):
+        client.report(other)
+    assert "report`" in httpx.get(f"{client.url}/v1/jobs/{other}/report").json()["next_step"]
+
+
 def test_the_same_job_twice_is_one_job(client, service, tmp_path):
     file = write_rows(tmp_path / "rows.jsonl", token_rows(4, seed=2))
     first, second = client.submit(file, "ref"), client.submit(file, "ref")

@@ -203,17 +203,6 @@ def test_the_report_is_shown_in_a_sandbox_and_no_dataset_can_run_a_script(chromi
     assert httpx.get(f"{guarded}/v1/jobs/{job}/report").status_code == 401
 
 
-def test_a_job_without_a_report_says_so(service, done, tmp_path_factory):
-    [report] = (tmp_path_factory.getbasetemp()).glob(f"pages0/state/**/{done}.report.html")
-    hidden = report.rename(report.with_suffix(".hidden"))
-    try:
-        assert "This job has no report." in httpx.get(f"{service}/jobs/{done}").text
-        answer = httpx.get(f"{service}/v1/jobs/{done}/report")
-        assert answer.status_code == 404 and "see the notes of the job" in answer.json()["next_step"]
-    finally:
-        hidden.rename(report)
-
-
 @pytest.mark.parametrize("script", [True, False])
 def test_the_list_shows_jobs_and_filters_them(chromium, service, done, script):
     with opened(chromium, java_script_enabled=script) as page:

@@ -325,7 +325,7 @@ class Client:
     def report(self, job: str) -> str:
         """Return the report on a completed job's values, an HTML page like that of `reflogp report`.
 
-        Raises RequestRefusedError if the job is not done (409) or has no report (404; the notes in its summary say why).
+        Raises RequestRefusedError if the job is not done (409) or has no report (404; the error says why).
         """
         return self._send(Call("GET", jobs.path(job, "/report"))).text
 

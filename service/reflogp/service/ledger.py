@@ -99,7 +99,7 @@ class Submission:
 
 @dataclass(frozen=True)
 class Claim:
-    """A job that is about to run.
+    """A job, with what its runner needs.
 
     Attributes:
         deaths: number of the job's runners that died since values of the job were last committed to the store.
@@ -209,6 +209,11 @@ class Ledger:
         running = dict(self._running)  # before the file is read: a job that has ended meanwhile has its progress there
         row = self._one("select * from job where id = ?", job)
         return _as_job(row, running) if row else None
+
+    def claim_of(self, job: str) -> Claim | None:
+        """Return what a job runs with, whatever its state, or None for an unknown job."""
+        row = self._one("select * from job where id = ?", job)
+        return None if row is None else _as_claim(row, None)
 
     def page(self, state: JobState | None = None, before: str | None = None, limit: int = 50) -> Jobs:
         """Return a page of up to `limit` jobs, newest first.

@@ -43,7 +43,7 @@ from reflogp.service.registry import ReferenceRegistry
 from reflogp.service.request_ids import request_id, traceparent
 from reflogp.service.roots import resolve_path, root_of
 from reflogp.service.runner.order import JobContext, JobOrder
-from reflogp.service.runner.process import RunnerProcess, start_runner
+from reflogp.service.runner.process import RunnerProcess, start_runner, write_report
 from reflogp.service.settings import ServerSettings
 from reflogp.service.supervision import supervise
 from reflogp.service.threads import Threads
@@ -80,6 +80,8 @@ _HOUSEKEEPING_SECONDS, _HOUSEKEEPING_AGAIN_SECONDS = 3600.0, 60.0
 _PROBE_SECONDS, _PROBE_AGAIN_SECONDS, _LOST_SECONDS = 5.0, 1.0, 60.0
 
 
+#: Maximum number of rows of a dataset that gets a report, because a report keeps some hundred bytes of each row in memory.
+_MOST_REPORTED = 300_000
 #: Number of dataset files that are hashed at the same time.
 _FILE_THREADS = 4
 #: A job whose store cannot be used is tried again after _STORE_PAUSE seconds, doubled after each further failure, up to
@@ -158,6 +160,7 @@ class Precompute:
         self._fetching = Fetching(settings, ledger, self._pending, files, self._fetch_changed, self._fail)
         self._files = Threads("the dataset's file system", _FILE_THREADS)
         self._models = Threads("the model's file system", _FILE_THREADS, 60.0)
+        self._reports = Threads("the report", 1)
         self._admissions: dict[str, asyncio.Task[dict[str, str]]] = {}  # dataset (JSON) -> its check, which has not ended yet
         self._pool: Pool
         self._context = context
@@ -349,11 +352,7 @@ class Precompute:
     async def _read(self, job_id: str) -> Job:
         job = await to_thread.run_sync(self._ledger.get, job_id)
         if job is None:
-            raise Problem(
-                404,
-                f"there is no job {job_id}",
-                "GET /v1/jobs lists all jobs; ended jobs are deleted after some days (the service's setting keep_days)",
-            )
+            raise _unknown(job_id)
         return job
 
     def result(self, job_id: str) -> Path:
@@ -363,8 +362,29 @@ class Precompute:
         """
         return self._results / f"{job_id}.parquet"
 
-    def report(self, job_id: str) -> Path:
-        """Return the path of a job's report, which the runner writes after the result, unless a note says why not."""
+    async def report(self, job: Job) -> Path:
+        """Return the path of a job's report, which is written when it is first asked for.
+
+        Raises Problem if it cannot be written, for example because the dataset has been deleted or has changed.
+        """
+        file, step = self._report_file(job.id), "write a report of any dataset with `reflogp report`"
+        if job.summary is not None and job.summary["rows"] > _MOST_REPORTED:
+            raise Problem(404, f"the job has no report: its dataset has more than {_MOST_REPORTED:,} rows", step)
+        claim = await to_thread.run_sync(self._ledger.claim_of, job.id)
+        if claim is None:
+            raise _unknown(job.id)
+        order = await self._order(claim)
+
+        def written() -> str:
+            if file.is_file():
+                return ""
+            return write_report(order, self._context) if Path(order.file).exists() else "its dataset has been deleted"
+
+        if reason := await self._reports.run(written):
+            raise Problem(404, f"the job has no report: {reason}", step)
+        return file
+
+    def _report_file(self, job_id: str) -> Path:
         return self._results / f"{job_id}.report.html"
 
     async def on_frame(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
@@ -638,22 +658,35 @@ class Precompute:
     async def _begin(self, running: _Running) -> _Write | None:
         """Start a job's runner. If the job cannot run, return the ledger write that says so."""
         claim = running.claim
-        source = claim.source
-        root: str | None = None
         try:
-            entry = self._registry.entry_of(claim.settings.reference, claim.reference_id)
-            if "path" in source:
-                root = str(await self._files.run(root_of, Path(source["file"]), self._settings))
-            elif "uri" in source and not await to_thread.run_sync(Path(source["file"]).exists):
+            if "uri" in claim.source and not await to_thread.run_sync(Path(claim.source["file"]).exists):
                 note = "the fetched dataset was deleted; fetching it again"
                 return partial(self._ledger.fetch_again, claim.id, note), lambda _: self._fetch_changed(claim.id)
+            order = await self._order(claim)
         except ReferenceNotFoundError as error:
             return self._finish(claim.id, "failed", error=str(error))
         except Exception as error:
             detail = error.detail if isinstance(error, Problem) else str(error)
             return self._finish(claim.id, "failed", error=f"the dataset cannot be used: {detail}")
-        settings = claim.settings
-        order = JobOrder(
+        if running.stop_reason is not None:
+            return self._stopped(running)
+        try:
+            running.runner = await start_runner(order, self._context)
+        except (OSError, EOFError) as error:  # the machine has no memory or no processes left
+            return self._died(running, f"it could not be started: {error}")
+        logger.info("job started, pid %s, on worker %s", running.runner.pid, *running.workers, extra={"job": claim.id})
+        for number in running.workers:
+            self._lend(running, number)
+        if running.stop_reason is not None:
+            self._stop(running, running.stop_reason)
+        return None
+
+    async def _order(self, claim: Claim) -> JobOrder:
+        """Raises ReferenceNotFoundError if the reference is no longer served, and Problem if its dataset is not allowed."""
+        source, settings = claim.source, claim.settings
+        entry = self._registry.entry_of(settings.reference, claim.reference_id)
+        root = str(await self._files.run(root_of, Path(source["file"]), self._settings)) if "path" in source else None
+        return JobOrder(
             job=claim.id,
             reference=self._registry.model_of(claim.reference_id),
             model=entry.model,
@@ -668,22 +701,10 @@ class Precompute:
             truncation_mode=settings.truncation_mode,
             ld_alpha=settings.ld_alpha,
             result=str(self.result(claim.id)),
-            report=str(self.report(claim.id)),
+            report=str(self._report_file(claim.id)),
             request=claim.request,
             traceparent=claim.traceparent,
         )
-        if running.stop_reason is not None:
-            return self._stopped(running)
-        try:
-            running.runner = await start_runner(order, self._context)
-        except (OSError, EOFError) as error:  # the machine has no memory or no processes left
-            return self._died(running, f"it could not be started: {error}")
-        logger.info("job started, pid %s, on worker %s", running.runner.pid, *running.workers, extra={"job": claim.id})
-        for number in running.workers:
-            self._lend(running, number)
-        if running.stop_reason is not None:
-            self._stop(running, running.stop_reason)
-        return None
 
     def _stop_if_cancelled(self) -> None:
         """Stop each job that was cancelled."""
@@ -779,7 +800,11 @@ class Precompute:
         jobs = self._ledger.ended_before(moment)
         for job in jobs:
             self.result(job).unlink(missing_ok=True)
-            self.report(job).unlink(missing_ok=True)
-            self.report(job).with_suffix(".json").unlink(missing_ok=True)  # reports of earlier versions
+            self._report_file(job).unlink(missing_ok=True)
         if jobs:
             self._ledger.forget(jobs)
+
+
+def _unknown(job: str) -> Problem:
+    step = "GET /v1/jobs lists all jobs; ended jobs are deleted after some days (the service's setting keep_days)"
+    return Problem(404, f"there is no job {job}", step)

@@ -61,7 +61,8 @@ def write_report(
     check_truncation(settings.max_length, settings.truncation_mode)
     folder = Path(output)
     check_folder(folder)
-    collected, name = collect(dataset, snapshot, settings, watcher), dataset.source.name
+    name = dataset.source.name
+    collected = collect(dataset, name, snapshot, settings, watcher)
     page = make_page(collected, dataset.only, dataset.tokenizer, snapshot, settings, score=score, data=name, model=model)
     dataset.source.check_unchanged()  # the dataset was read twice and must not have changed in between
     with write_atomically(folder / PAGE_NAME) as partial:

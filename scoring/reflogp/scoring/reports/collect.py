@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reflogp.scoring.data.tokenize import TokenizedRows
-from reflogp.scoring.data.tokenized import RowCount, TokenizedDataset
+from reflogp.scoring.data.tokenized import RowCount, TokenizedWindows
 from reflogp.scoring.reports.sketches import Sketches, shared_starts, similarities
 from reflogp.scoring.reports.truncation import Lengths
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
@@ -178,23 +178,20 @@ class Collector:
         self._problems: list[tuple[int, str]] = []
         self._parts: list[dict[str, npt.NDArray[Any]]] = []
 
-    def add(self, window: TokenizedRows, found: Found, join: Join, failed: dict[int, str]) -> dict[int, str]:
+    def add(self, window: TokenizedRows, found: Found, join: Join) -> dict[int, str]:
         """Add a window with completion columns. Return the reason of each of its bad rows.
 
         Args:
             found: result of the lookup of the keys of the table's sequences, one completion column after the other.
             join: the sums of these values.
-            failed: dict from row number to the reason why a row of the table has no values, if the reason is known.
         """
         table, summary = window.table, self._summary
         rows = table["row"].to_numpy()
         empty = np.logical_or.reduce([needed == 0 for needed in join.tokens.values()]) & ~join.dropped
-        known = np.isin(rows, list(failed)) & ~join.dropped
-        missing = join.missing & ~empty & ~known
-        usable = ~(join.missing | join.unusable | join.dropped | empty | known)
+        missing = join.missing & ~empty
+        usable = ~(join.missing | join.unusable | join.dropped | empty)
         problems = window.problems | {int(row): UNUSABLE for row in rows[join.unusable & ~join.missing]}
         problems |= {int(row): EMPTY_COMPLETION for row in rows[empty]}
-        problems |= {int(row): failed[int(row)] for row in rows[known]}
         summary.examples += len(table)
         summary.with_values += int(usable.sum())
         summary.missing += int(missing.sum())
@@ -238,12 +235,13 @@ class Collector:
 
 
 def collect(
-    dataset: TokenizedDataset,
+    dataset: TokenizedWindows,
+    name: str,
     snapshot: Snapshot,
     settings: TrainerSettings,
     watcher: ProgressCallbacks | None = None,
 ) -> Collected:
-    """Read a dataset once, and look up its log-probs. Raises UsageError if no row can be used."""
+    """Read a dataset once, and look up its log-probs. Raises UsageError, with the dataset's name, if no row can be used."""
     collector, watcher = Collector(), watcher or ProgressCallbacks()
     counting, begun = RowCount(dataset), False
     for window in dataset:
@@ -254,13 +252,13 @@ def collect(
         if len(window.table):
             asked = ask(window.table, max_length=settings.max_length, truncation_mode=settings.truncation_mode)
             found = snapshot.find(asked.all_keys())
-            problems = collector.add(window, found, join_found(asked, found, settings.ld_alpha), {})
+            problems = collector.add(window, found, join_found(asked, found, settings.ld_alpha))
         else:
             collector.add_bad_rows(window.last_row, problems)
         watcher.advance(window.row_count(), 0)
         for row, problem in sorted(problems.items()):
             watcher.bad_row(row, problem)
-    return collector.collected(dataset.source.name)
+    return collector.collected(name)
 
 
 def _numbers(window: TokenizedRows, found: Found, join: Join, usable: Bools, sketches: Sketches) -> dict[str, npt.NDArray[Any]]:

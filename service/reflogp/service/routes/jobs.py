@@ -206,20 +206,19 @@ def jobs_router(context: Context) -> APIRouter:
     async def report(job_id: _JobId) -> Response:
         """Return the report on a completed job's values, as `reflogp report` writes it.
 
-        The report shows log-probs, margins, truncation, outliers and duplicates. A job has no report if its dataset has more
-        than 300,000 rows, or no row with tokens; the job's notes (`summary.notes`) say why.
+        The report shows log-probs, margins, truncation, outliers and duplicates. It is written when it is first asked for,
+        which takes some seconds for each 100,000 rows. A job has no report if its dataset has more than 300,000 rows or no row
+        that can be used, or if the dataset was deleted or changed before the first request.
         """
-        await _require_done(job_id)
-        file = precompute.report(job_id)
-        if not await to_thread.run_sync(file.is_file):
-            raise Problem(404, "the job has no report", "see the notes of the job, or write a report with `reflogp report`")
+        file = await precompute.report(await _require_done(job_id))
         return FileResponse(file, media_type="text/html", headers=_REPORT_HEADERS)
 
-    async def _require_done(job_id: str) -> None:
-        state = (await precompute.get(job_id)).state
-        if state != "done":
-            step = "wait until the job is done" if state in UNFINISHED else "queue the job again: POST /v1/jobs/ID/retry"
-            raise Problem(409, f"the job is {state}", step)
+    async def _require_done(job_id: str) -> Job:
+        job = await precompute.get(job_id)
+        if job.state != "done":
+            step = "wait until the job is done" if job.state in UNFINISHED else "queue the job again: POST /v1/jobs/ID/retry"
+            raise Problem(409, f"the job is {job.state}", step)
+        return job
 
     return router
 

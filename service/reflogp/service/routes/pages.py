@@ -124,8 +124,7 @@ class _Pages:
         job = await to_thread.run_sync(self._context.ledger.get, job_id)
         if job is None:
             raise Problem(404, f"there is no job {job_id!r}", "see the list of jobs; old jobs are deleted automatically")
-        report = await to_thread.run_sync(self._context.precompute.report(job_id).is_file)
-        return self._page("job.html", who, job=job, report=report, unfinished=job.state in UNFINISHED)
+        return self._page("job.html", who, job=job, unfinished=job.state in UNFINISHED)
 
     async def cancel(self, request: Request, who: str) -> Response:
         job = await self._context.precompute.cancel(request.path_params["job_id"])

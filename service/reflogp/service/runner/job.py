@@ -1,4 +1,4 @@
-"""Run one job: score the dataset's sequences that have no stored values, then write the result and the report.
+"""Run one job: score the dataset's sequences that have no stored values, then write the result.
 
 A job calls `score_dataset`, as the `reflogp score` command does. In addition, it reports progress and can be stopped.
 """
@@ -8,25 +8,27 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from reflogp.scoring.data.tokenized import StoppedError
-from reflogp.scoring.data.tokenizer_files import TokenizerFiles
+from reflogp.scoring.data.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from reflogp.scoring.errors import DatasetError
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.scheduler import Scheduler, Workers
 from reflogp.scoring.runs.score import ScoreSummary, score_dataset
 from reflogp.scoring.tracing import run_span, span
-from reflogp.scoring.vision import VisionProcessor
+from reflogp.scoring.vision import load_processor
 from reflogp.service.confined_paths import OpenDataset
 from reflogp.service.runner.job_dataset import JobDataset, cache_name, delete_oldest
 from reflogp.service.runner.order import JobContext, JobOrder
 from reflogp.service.runner.reader import Reading, default_memory
-from reflogp.service.runner.result import MOST_REPORTED, bad_row_reasons, write_result
-from reflogp.store import ContentMismatchError, FileChangedError, Store
+from reflogp.service.runner.result import bad_row_reasons, write_result
+from reflogp.store import ContentMismatchError, FileChangedError, Store, resolve_model
 from reflogp.store.texts import hide_secrets, shortened
 from reflogp.store.windows import TrainerSettings
 
@@ -45,19 +47,6 @@ _MOST_BAD_ROWS = 1_000_000
 
 class JobStoppedError(Exception):
     """The job must stop. The error's text is the reason: "cancelled", "interrupted" (by a more urgent job) or "end"."""
-
-
-@dataclass(frozen=True)
-class JobModel:
-    """The files of the model that a job's rows are tokenized with.
-
-    Attributes:
-        find_tokenizer: reads the tokenizer's files that the model's folder contains at the time of the call.
-        load_vision: loads the image processor from the model's folder, or returns None for a text model.
-    """
-
-    find_tokenizer: Callable[[], TokenizerFiles]
-    load_vision: Callable[[], VisionProcessor | None]
 
 
 @dataclass(frozen=True)
@@ -169,7 +158,7 @@ class Progress(ProgressCallbacks):
         )
 
 
-def run_job(order: JobOrder, context: JobContext, model: JobModel, workers: Workers, job: JobCallbacks) -> dict[str, Any]:
+def run_job(order: JobOrder, context: JobContext, workers: Workers, job: JobCallbacks) -> dict[str, Any]:
     """Run a job.
 
     Return the summary that `reflogp score --json` prints, with two additional entries: `image_files` is True if any row names
@@ -200,7 +189,7 @@ def run_job(order: JobOrder, context: JobContext, model: JobModel, workers: Work
         for attempt in range(_ATTEMPTS):
             progress = Progress(job)
             try:
-                summary, image_files = _attempt(order, context, model, workers, job, progress)
+                summary, image_files = _attempt(order, context, workers, job, progress)
                 break
             except FileChangedError as error:
                 if isinstance(error, ContentMismatchError) or attempt == _ATTEMPTS - 1:
@@ -213,18 +202,38 @@ def run_job(order: JobOrder, context: JobContext, model: JobModel, workers: Work
 
 
 def _attempt(
-    order: JobOrder, context: JobContext, model: JobModel, workers: Workers, job: JobCallbacks, progress: Progress
+    order: JobOrder, context: JobContext, workers: Workers, job: JobCallbacks, progress: Progress
 ) -> tuple[ScoreSummary, bool]:
     """Make one attempt at a job. Return its summary, and whether any row names an image file.
 
     Raise the same errors as `run_job`, and FileChangedError if a file is modified while it is being read.
     """
-    form: Any = order.format
-    reference, tokenizer = order.reference, model.find_tokenizer()
+    reference, store = order.reference, Store(context.store)
     settings = TrainerSettings(order.max_length, order.truncation_mode, order.ld_alpha)
+    with open_dataset(order, context, job.check) as (dataset, _):
+        scheduler = Scheduler(workers=workers, check=job.check)
+        try:
+            summary = score_dataset(dataset, store, reference, scheduler, settings=settings, watcher=progress)
+        finally:
+            scheduler.close()  # gives the workers back
+        with span("write result"):
+            snapshot = store[reference.reference_id].snapshot()
+            write_result(dataset, snapshot, settings, progress.problems, Path(order.result), job.check)
+    return summary, dataset.names_image_files
 
-    store = Store(context.store)
+
+@contextmanager
+def open_dataset(
+    order: JobOrder, context: JobContext, check: Callable[[], None]
+) -> Iterator[tuple[JobDataset, TokenizerFiles]]:
+    """Open a job's dataset, and find the tokenizer that its model's folder contains at the time of the call.
+
+    Raises FileChangedError if a file of the dataset is modified in the `with` block, and the errors of `run_job`.
+    """
+    form: Any = order.format
     root = None if order.root is None else Path(order.root)
+    folder = str(resolve_model(order.model, order.revision))
+    tokenizer = read_tokenizer_files(folder, order.trust_remote_code)
     with OpenDataset(root, Path(order.file), order.digest) as files:
         reading = Reading(
             str(files.readable),
@@ -239,28 +248,9 @@ def _attempt(
             default_memory(),
         )
         kept = context.tokens / cache_name(order.digest, tokenizer.digest, form, order.split)
-        dataset = JobDataset(reading, kept, files.check, model.load_vision, job.check)
+        load_vision = partial(load_processor, folder, folder, None, order.trust_remote_code)
         try:
-            scheduler = Scheduler(workers=workers, check=job.check)
-            try:
-                summary = score_dataset(dataset, store, reference, scheduler, settings=settings, watcher=progress)
-            finally:
-                scheduler.close()  # gives the workers back
-            with span("write result"):
-                without_report = write_result(
-                    dataset,
-                    tokenizer.load,
-                    store[reference.reference_id].snapshot(),
-                    settings,
-                    progress.problems,
-                    Path(order.result),
-                    Path(order.report),
-                    f"job {order.job}",
-                    summary.rows <= MOST_REPORTED,
-                    job.check,
-                )
-            summary.notes += [without_report] if without_report else []
+            yield JobDataset(reading, kept, files.check, load_vision, check), tokenizer
         except DatasetError as error:
             files.check()  # if a file has changed, report the change rather than the error it caused
             raise DatasetError(str(error).replace(str(files.readable), order.file)) from error
-    return summary, dataset.names_image_files

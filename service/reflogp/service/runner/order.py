@@ -22,7 +22,7 @@ class JobOrder:
             may be able to write to a root folder, but not to the service's own folder.
         format: format of the rows, or None to detect it.
         max_length, truncation_mode, ld_alpha: see TrainerSettings.
-        result, report: paths of the job's result and report, which the runner writes.
+        result, report: paths of the job's result, which the runner writes, and of its report.
         request, traceparent: X-Request-Id and W3C trace context of the request that submitted the job, or None if unknown.
     """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import socket
+from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
@@ -57,15 +58,30 @@ class RunnerProcess:
 
 async def start_runner(order: JobOrder, context: JobContext) -> RunnerProcess:
     ours, theirs = socket.socketpair()
+    process = await to_thread.run_sync(_start, _run, theirs, order, context)
+    reader, writer = await asyncio.open_unix_connection(sock=ours, limit=_BUFFER)
+    return RunnerProcess(process, reader, writer)
+
+
+def write_report(order: JobOrder, context: JobContext) -> str:
+    """Write a job's report in a process of its own. Return the reason why there is none, or "". This call blocks."""
+    ours, theirs = socket.socketpair()
+    process = _start(_report, theirs, order, context)
+    with ours, ours.makefile() as texts:
+        error = texts.read()
+    process.join()
+    return error or (exit_reason(process.exitcode, "the service's log") if process.exitcode else "")
+
+
+def _start(function: Callable[..., None], theirs: socket.socket, order: JobOrder, context: JobContext) -> ForkServerProcess:
     forks = _forkserver()
     forkserver.ensure_running()
     server = {name: value for name, value in vars(forkserver._forkserver).items() if name in _SERVER}
-    process = forks.Process(target=_run, args=(server, theirs, order, context), name=f"reflogp-job-{order.job}")
+    process = forks.Process(target=function, args=(server, theirs, order, context), name=f"reflogp-job-{order.job}")
     with theirs:
-        await to_thread.run_sync(process.start)
+        process.start()
     multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]  # a forced exit does not wait for it
-    reader, writer = await asyncio.open_unix_connection(sock=ours, limit=_BUFFER)
-    return RunnerProcess(process, reader, writer)
+    return process
 
 
 def start_fork_server() -> None:
@@ -82,11 +98,22 @@ def _forkserver() -> ForkServerContext:
 
 
 def _run(server: dict[str, Any], connection: socket.socket, order: JobOrder, context: JobContext) -> None:
-    # Let this process start the processes that read the dataset by the same fork server; otherwise, it would start its own.
-    vars(forkserver._forkserver).update(server, ensure_running=lambda: None)
     from reflogp.service.runner.run import main  # imports torch, which the service's own process does not need
 
+    _use_server(server)
     main(connection, order, context)
+
+
+def _report(server: dict[str, Any], connection: socket.socket, order: JobOrder, context: JobContext) -> None:
+    from reflogp.service.runner.report import main
+
+    _use_server(server)
+    main(connection, order, context)
+
+
+def _use_server(server: dict[str, Any]) -> None:
+    """Let this process start the processes that read the dataset by the service's fork server, not by one of its own."""
+    vars(forkserver._forkserver).update(server, ensure_running=lambda: None)
 
 
 def _do_nothing() -> None: ...

@@ -1,16 +1,14 @@
-"""Write a job's result (a Parquet file with the values in dataset order) and its report (a page, as of `reflogp report`).
+"""Write a job's result: a Parquet file with the values in dataset order.
 
 At the end of a job, the dataset is read again, one group of rows at a time. The values of all rows are looked up in the same
-snapshot, which is opened when the job has committed its values. The report then reads the few rows that it shows.
+snapshot, which is opened when the job has committed its values.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +17,17 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from transformers import PreTrainedTokenizerBase
 
 from reflogp.scoring.data.tokenize import TokenizedRows
 from reflogp.scoring.data.tokenized import TokenizedWindows
 from reflogp.scoring.joining import join_note
-from reflogp.scoring.reports.build import make_page
-from reflogp.scoring.reports.collect import Collector
-from reflogp.store import FileChangedError, Snapshot
+from reflogp.store import Snapshot
 from reflogp.store.files import write_atomically
 from reflogp.store.joins import Join, ask, check_ld_alpha, completion_columns, join_found, tokens_column
 from reflogp.store.keys import KEY_TYPE
 from reflogp.store.schema import one_array
-from reflogp.store.texts import shortened_without_secrets
 from reflogp.store.windows import TrainerSettings
 
-logger = logging.getLogger(__name__)
-
-#: Maximum number of rows of a dataset that gets a report, because a report keeps some hundred bytes of each row in memory.
-MOST_REPORTED = 300_000
 #: Maximum number of reasons that `bad_row_reasons` lists, and of row numbers for each of them.
 _REASONS, _EXAMPLES = 20, 5
 _NO_VALUE = "at least one of the row's values is missing from the store or cannot be used"
@@ -56,19 +46,13 @@ def bad_row_reasons(problems: dict[int, str]) -> list[dict[str, Any]]:
 
 def write_result(
     dataset: TokenizedWindows,
-    load_tokenizer: Callable[[], PreTrainedTokenizerBase],
     snapshot: Snapshot,
     settings: TrainerSettings,
     problems: dict[int, str],
     result: Path,
-    report: Path,
-    name: str,
-    has_report: bool,
     check: Callable[[], None],
-) -> str | None:
-    """Write a job's result and report. Each file appears under its final name only when it is complete.
-
-    Return a sentence that says why there is no report, or None if there is one.
+) -> None:
+    """Write a job's result. The file appears under its final name only when it is complete.
 
     The result has one row for each row of the dataset, in dataset order. If the job's format is kto, each tokenized
     preference pair has two rows with the same row number. The result's columns are:
@@ -83,13 +67,10 @@ def write_result(
     the share of rows with values among all rows that are not dropped.
 
     Args:
-        load_tokenizer: returns the tokenizer that turns the token ids of the report's examples into text.
         problems: dict from row number to the reason why the row has no values.
-        name: name of the dataset in the report.
-        has_report: whether to write the report; see MOST_REPORTED.
         check: called for each group of rows; raises an error to stop the job.
     """
-    collector, dropped, rows_in_all, written = Collector(), 0, 0, 0
+    dropped, rows_in_all, written = 0, 0, 0
     writer: pq.ParquetWriter | None = None
     with write_atomically(result) as partial:
         try:
@@ -98,8 +79,7 @@ def write_result(
                 table = window.table
                 asked = ask(table, max_length=settings.max_length, truncation_mode=settings.truncation_mode)
                 check_ld_alpha(asked.columns, settings.ld_alpha)
-                found = snapshot.find(asked.all_keys())
-                join = join_found(asked, found, settings.ld_alpha)
+                join = join_found(asked, snapshot.find(asked.all_keys()), settings.ld_alpha)
                 rows = table["row"].to_numpy()
                 bad = join.missing | join.unusable | np.fromiter((int(row) in problems for row in rows), bool, len(rows))
                 dropped += int(join.dropped.sum())
@@ -113,10 +93,6 @@ def write_result(
                 writer.write_table(part)
                 rows_in_all += len(part)
                 written += part["error"].null_count
-                if has_report:
-                    plain = join if settings.ld_alpha is None else join_found(asked, found)
-                    failed = {int(rows[at]): errors[at] or "" for at in np.flatnonzero(bad & ~join.dropped)}
-                    collector.add(replace(window, problems=unread), found, plain, failed)
             if writer is not None:
                 counts = {"rows": rows_in_all, "written": written, "coverage": written / max(1, rows_in_all - dropped)}
                 writer.add_key_value_metadata({"reflogp.coverage": json.dumps(counts)})
@@ -124,21 +100,6 @@ def write_result(
         finally:
             if writer is not None:
                 writer.close()
-    report.unlink(missing_ok=True)  # of an earlier attempt
-    if not has_report:
-        return f"no report: the dataset has more than {MOST_REPORTED:,} rows; `reflogp report` writes one of any size"
-    try:
-        collected, model = collector.collected("the dataset"), snapshot.reference.name
-        page = make_page(collected, dataset.only, load_tokenizer(), snapshot, settings, score="", data=name, model=model)
-        with write_atomically(report) as partial:
-            partial.write_bytes(page)
-    except FileChangedError:
-        raise
-    except Exception as error:  # the values are complete without the report
-        check()
-        logger.warning("the report of %s was not written", name, exc_info=True)
-        return f"no report: {shortened_without_secrets(str(error) or type(error).__name__)}"
-    return None
 
 
 def _windows(dataset: TokenizedWindows) -> Iterator[tuple[TokenizedRows, dict[int, str]]]:

@@ -16,20 +16,17 @@ import socket
 import sys
 import threading
 import traceback
-from functools import partial
 from typing import Any
 
 from reflogp.scoring import tracing
-from reflogp.scoring.data.tokenizer_files import read_tokenizer_files
 from reflogp.scoring.frames import encode, read_frame
 from reflogp.scoring.machine import quiet_libraries
-from reflogp.scoring.vision import load_processor
 from reflogp.service.log_lines import LogLine
 from reflogp.service.runner.devices import LentWorkers
-from reflogp.service.runner.job import JobCallbacks, JobModel, JobStoppedError, run_job
+from reflogp.service.runner.job import JobCallbacks, JobStoppedError, run_job
 from reflogp.service.runner.limited import NoProcessError
 from reflogp.service.runner.order import JobContext, JobOrder
-from reflogp.store import ReflogpError, StoreUnavailableError, resolve_model
+from reflogp.store import ReflogpError, StoreUnavailableError
 from reflogp.store.texts import shortened_without_secrets
 
 logger = logging.getLogger("reflogp.runner")
@@ -41,18 +38,23 @@ _LAST_SECONDS = 40.0
 def main(connection: socket.socket, order: JobOrder, context: JobContext) -> None:
     """Run a job in this process, and exit."""
     runner = _Runner(connection, order)
+    set_up_process()
+    signal.signal(signal.SIGTERM, lambda *_: runner.stop("end"))
+    runner.send(runner.run(context))
+    tracing.flush()
+    os._exit(0)
+
+
+def set_up_process() -> None:
+    """Let a process that the fork server has started write to the service's log, and ignore Ctrl-C."""
     # Ctrl-C reaches the whole process group, but the service decides when jobs end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: runner.stop("end"))
     os.dup2(2, 1)  # what libraries print goes to the log
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogLine())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.captureWarnings(True)
     quiet_libraries()
-    runner.send(runner.run(context))
-    tracing.flush()
-    os._exit(0)
 
 
 class _Runner:
@@ -72,8 +74,9 @@ class _Runner:
     def run(self, context: JobContext) -> dict[str, Any]:
         """Run the job and return the frame that reports how it ended."""
         threading.Thread(target=self._read, name="frames", daemon=True).start()
+        callbacks = JobCallbacks(self._report, self._check)
         try:
-            return {"op": "job", "end": "done", "summary": self._run(context)}
+            return {"op": "job", "end": "done", "summary": run_job(self._order, context, self._workers, callbacks)}
         except JobStoppedError:
             return {"op": "job", "end": "stopped", "error": None}
         except NoProcessError as error:
@@ -90,15 +93,6 @@ class _Runner:
             where = "".join(traceback.format_tb(error.__traceback__))
             logger.error("unexpected error: %s\n%s", text, where, extra={"job": self._order.job})
             return {"op": "job", "end": "failed", "error": text}
-
-    def _run(self, context: JobContext) -> dict[str, Any]:
-        order = self._order
-        folder = str(resolve_model(order.model, order.revision))
-        model = JobModel(
-            partial(read_tokenizer_files, folder, order.trust_remote_code),
-            partial(load_processor, folder, folder, None, order.trust_remote_code),
-        )
-        return run_job(order, context, model, self._workers, JobCallbacks(self._report, self._check))
 
     def _report(self, progress: dict[str, Any], committed: bool) -> None:
         self.send({"op": "progress", "progress": progress, "committed": committed})

@@ -1,0 +1,49 @@
+"""Write the report of a job that is done: the page of `reflogp report`, about the job's dataset and its stored values."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from pathlib import Path
+
+from reflogp.scoring.reports.build import make_page
+from reflogp.scoring.reports.collect import collect
+from reflogp.service.runner.job import open_dataset
+from reflogp.service.runner.order import JobContext, JobOrder
+from reflogp.service.runner.run import set_up_process
+from reflogp.store import ReflogpError, Store
+from reflogp.store.files import write_atomically
+from reflogp.store.texts import shortened_without_secrets
+from reflogp.store.windows import TrainerSettings
+
+logger = logging.getLogger("reflogp.runner")
+
+
+def main(connection: socket.socket, order: JobOrder, context: JobContext) -> None:
+    """Write a job's report in this process, and exit. If there is an error, send its text over the connection."""
+    set_up_process()
+    threading.Thread(target=_exit_with_the_service, args=(connection,), daemon=True).start()
+    try:
+        _write(order, context)
+    except Exception as error:
+        if not isinstance(error, ReflogpError | OSError):
+            logger.exception("the report could not be written", extra={"job": order.job})
+        connection.sendall(shortened_without_secrets(str(error) or type(error).__name__).encode())
+    os._exit(0)
+
+
+def _write(order: JobOrder, context: JobContext) -> None:
+    snapshot, name = Store(context.store)[order.reference.reference_id].snapshot(), f"job {order.job}"
+    settings = TrainerSettings(order.max_length, order.truncation_mode)  # the report shows plain sums, without ld_alpha
+    with open_dataset(order, context, lambda: None) as (dataset, tokenizer):
+        collected, model = collect(dataset, "the dataset", snapshot, settings), order.reference.name
+        page = make_page(collected, dataset.only, tokenizer.load(), snapshot, settings, score="", data=name, model=model)
+    with write_atomically(Path(order.report)) as partial:
+        partial.write_bytes(page)
+
+
+def _exit_with_the_service(connection: socket.socket) -> None:
+    connection.recv(1)  # the service sends nothing, so this returns when it has exited
+    os._exit(1)
