@@ -499,7 +499,11 @@ REFUSED: dict[str, tuple[str, str | bytes, str]] = {
     "empty": ("a.jsonl", "", "a.jsonl has no readable row; the dataset is empty"),
     "empty CSV": ("a.csv", "", "a.csv cannot be read as csv: No columns to parse from file"),
     "CSV with semicolons": ("a.csv", csv_text(WORDS, delimiter=";").replace(",", " "), "delimited by ';'"),
-    "CSV with NA": ("a.csv", csv_text([pair("a", "NA", "b")]), "row 0: chosen is null or missing"),
+    "CSV with NA": (
+        "a.csv",
+        csv_text([pair("a", "NA", "b")]),
+        "row 0: chosen is null or missing (in CSV, empty cells and words such as NA",
+    ),
     "CSV with an empty cell": ("a.csv", csv_text([pair("a", "b", "")]), "row 0: rejected is null or missing"),
     "CSV with a cell too many": ("a.csv", csv_text(WORDS) + "a,b,c,d\n", "Expected 3 fields in line 7, saw 4"),
     "CSV in UTF-16": ("a.csv", csv_text(WORDS).encode("utf-16"), "a.csv cannot be read as csv: 'utf-8' codec can't decode"),

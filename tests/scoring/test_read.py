@@ -49,7 +49,9 @@ def test_the_files_of_a_split_are_those_of_datasets(tmp_path):
 @pytest.mark.parametrize(
     ("row", "template", "says"),
     [
-        ({"prompt": json.dumps(CHAT), "chosen": "a", "rejected": "b"}, "", "messages as JSON text in prompt"),
+        ({"prompt": json.dumps(CHAT), "chosen": "a", "rejected": "b"}, "", "messages as text in prompt"),
+        ({"prompt": str(CHAT), "chosen": "a", "rejected": "b"}, "", "ast.literal_eval"),
+        ({"prompt": "Hi", "chosen": "a", "rejected": ""}, "", "rejected is empty in some rows"),
         ({"instruction": "Hi", "chosen": "a", "rejected": "b"}, "", "but the file has instruction"),
         ({"instruction": "Hi", "prompt": "", "chosen": "a", "rejected": "b"}, "", "but the file has instruction"),
         ({"prompt": CHAT, "chosen": CHAT, "rejected": CHAT}, "{{ strftime_now('%d') }}", "prints the date"),

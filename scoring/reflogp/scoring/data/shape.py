@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, get_args
@@ -29,6 +30,8 @@ Tokens = tuple[list[int], tuple[list[int], ...]]
 TEXT_COLUMNS = ("prompt", "chosen", "rejected", "completion", "tools", "chat_template_kwargs")
 #: Parameters of apply_chat_template that only pass data to the template. A row's chat_template_kwargs may set them.
 _DATA_PARAMETERS = frozenset({"tools", "documents"})
+#: A conversation that was written into one cell, as JSON or in Python's notation (which pandas writes into CSV files).
+_MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{.*["']role["']\s*:""", re.DOTALL)
 
 
 class RowError(ValueError):
@@ -111,7 +114,8 @@ def examples_of(columns: dict[str, Any], form: Format, images: bool = False) -> 
     names = ("chosen", "rejected") if pair else ("completion",)
     for name in names if "prompt" not in columns and pair else ("prompt", *names):
         if columns.get(name) is None:
-            raise RowError(f"{name} is null or missing")
+            cells = " (in CSV, empty cells and words such as NA, None and null are null)" if name in columns else ""
+            raise RowError(f"{name} is null or missing{cells}")
     prompt, completions = columns.get("prompt"), tuple(columns[name] for name in names)
     for name, value in zip(names, completions, strict=True):
         if not isinstance(value, str | list):
@@ -246,11 +250,19 @@ def dataset_notes(rows: list[dict[str, Any]], tokenizer: Any) -> tuple[str, ...]
     """
     columns = [name for name in ("prompt", "chosen", "rejected", "completion") if any(name in row for row in rows)]
     notes = []
-    as_json = [name for name in columns if any(_is_messages_as_json(row.get(name)) for row in rows)]
-    if as_json:
+    texts = {name: [row[name] for row in rows if isinstance(row.get(name), str)] for name in columns}
+    as_text = [name for name in columns if any(map(_MESSAGES_AS_TEXT.match, texts[name]))]
+    if as_text:
         notes.append(
-            f"messages as JSON text in {shortened_names(as_json)} are read as plain text, without the chat template, as a "
-            "trainer reads them; for conversations, decode the cells (json.loads) and save the rows as JSON Lines or Parquet"
+            f"messages as text in {shortened_names(as_text)} are read as plain text, without the chat template, as a trainer "
+            "reads them; for conversations, decode the cells (json.loads for JSON, ast.literal_eval for Python's notation) and "
+            "save the rows as JSON Lines or Parquet"
+        )
+    empty = [name for name in columns if name != "prompt" and "" in texts[name]]
+    if empty and any("prompt" in row for row in rows):
+        notes.append(
+            f"{shortened_names(empty)} is empty in some rows: as in a trainer, such a completion is only the token that ends "
+            "a text"
         )
     others = sorted({str(name) for row in rows for name, value in row.items() if isinstance(value, str)} - set(columns))
     if others and all(_has_no_prompt(row) for row in rows):
@@ -270,15 +282,6 @@ def dataset_notes(rows: list[dict[str, Any]], tokenizer: Any) -> tuple[str, ...]
             "the same day, or use a template with a fixed date (--chat-template)"
         )
     return tuple(notes)
-
-
-def _is_messages_as_json(value: Any) -> bool:
-    if not isinstance(value, str) or not value.lstrip().startswith("[{"):
-        return False
-    try:
-        return is_conversational(json.loads(value))
-    except (ValueError, RecursionError):
-        return False
 
 
 def _has_no_prompt(row: dict[str, Any]) -> bool:
