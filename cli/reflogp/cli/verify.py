@@ -133,5 +133,6 @@ def _differences(
             bar.bad_row(row, outcome)
             continue
         bar.advance(1, len(sequences[index]))
-        apart = np.nan if logps is None else logps[: len(outcome)] - outcome.astype(np.float64)
-        yield row, len(outcome), total - outcome.sum(dtype=np.float64), np.sqrt(np.mean(np.square(apart)))
+        computed = token_logps_of(outcome).astype(np.float64)
+        apart = np.nan if logps is None else logps[: len(computed)] - computed
+        yield row, len(computed), total - computed.sum(), np.sqrt(np.mean(np.square(apart)))

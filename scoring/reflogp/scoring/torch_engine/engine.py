@@ -35,8 +35,17 @@ from reflogp.scoring.torch_engine.images import ImageFeatures, TooManyPixelsErro
 from reflogp.scoring.torch_engine.load import LoadedModel, forget_longest_pass, load_model
 from reflogp.scoring.torch_engine.memory import auto_token_budget, is_out_of_memory, memory_errors
 from reflogp.scoring.torch_engine.packing import Pack, packs
-from reflogp.scoring.torch_engine.selfcheck import IMAGE_CHECKS, ImageCheck, SelfCheck, check, check_images, require_causal
+from reflogp.scoring.torch_engine.selfcheck import (
+    IMAGE_CHECKS,
+    ImageCheck,
+    SelfCheck,
+    check,
+    check_images,
+    check_top,
+    require_causal,
+)
 from reflogp.scoring.torch_engine.sequences import Logps, Outcome, Sequence, TokenCounts, in_order, passes_over, problem_of
+from reflogp.scoring.torch_engine.top import MOST
 from reflogp.store.checkpoint import Checkpoint
 from reflogp.store.texts import counted, first_line, short_repr
 
@@ -75,6 +84,8 @@ class TorchEngine:
             and the model (`compilation.should_compile`).
         refused_kernels: names of attention kernels that must not be used (`attention.installed_kernels` lists the names).
         trust_remote_code: whether to run modeling code from the checkpoint.
+        top_k: number of most probable tokens to compute at each completion position, at most 256. The values of a sequence are
+            then a TopLogps.
 
     Attributes:
         token_budget: current maximum number of tokens in a pass.
@@ -113,7 +124,10 @@ class TorchEngine:
         compile_layers: bool | None = None,
         refused_kernels: Collection[str] = (),
         trust_remote_code: bool = False,
+        top_k: int = 0,
     ) -> None:
+        if not 0 <= top_k <= MOST:
+            raise EngineError(f"top_k {top_k}: must be from 0 to {MOST}")
         if token_budget != "auto" and token_budget < 1:
             raise EngineError(f"token_budget {token_budget}: must be at least 1")
         self._loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype, device, trust_remote_code)
@@ -135,6 +149,12 @@ class TorchEngine:
             self.self_check: SelfCheck = check(self._head, self._loaded, compile_layers, refused_kernels)
             self._other_head = lm_head_dtype if lm_head_dtype not in (None, own_head) else None
             if self._head.logits is None or self.self_check.path == "single":
+                self._require_own_head()
+            if top_k > self._loaded.vocab_size:
+                raise EngineError(f"top_k {top_k}: the model has only {self._loaded.vocab_size} tokens")
+            self.top_k = self._head.top_k = top_k
+            if (problem := check_top(self._head, self._loaded)) is not None:
+                self.self_check.rejected["top_k"] = problem
                 self._require_own_head()
             if token_budget == "auto":
                 token_budget = auto_token_budget(self._loaded.model, self.device, self._loaded.dtype)
@@ -450,7 +470,7 @@ class TorchEngine:
                     with attention_of(model, self._own_attention):
                         if unit.is_single:
                             self._require_own_head()
-                            values = forward_single(model, unit.work[0], self.device, temperature)
+                            values = forward_single(model, unit.work[0], self.device, temperature, self.top_k)
                         else:
                             values = forward_padded(model, self._head, unit.work, self.device, temperature)
             host, landed = copy_to_host(values)

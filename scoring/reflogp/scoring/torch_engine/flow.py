@@ -13,7 +13,7 @@ import torch
 
 from reflogp.scoring.torch_engine.device import Mark
 from reflogp.scoring.torch_engine.packing import Pack
-from reflogp.scoring.torch_engine.sequences import NOT_FINITE, Outcome, Sequence, TokenCounts
+from reflogp.scoring.torch_engine.sequences import NOT_FINITE, Outcome, Sequence, TokenCounts, TopLogps
 
 #: Seconds between checks of whether the current pass's values are on the host, and of whether there is anything to prepare.
 _LOOK_SECONDS = 0.002
@@ -58,11 +58,7 @@ class InFlight:
     def land(self) -> list[tuple[int, Outcome]]:
         self.landed.wait()
         values = self.values.numpy()
-        outcomes: list[tuple[int, Outcome]] = []
-        for member, where in self.unit.members:
-            logps = values[where]
-            outcomes.append((member, logps if np.isfinite(logps).all() else NOT_FINITE))
-        return outcomes
+        return [(member, _outcome(values[where])) for member, where in self.unit.members]
 
     def tokens_per_second(self) -> float:
         """Return how many tokens per second the device processed in this pass.
@@ -70,6 +66,16 @@ class InFlight:
         Call this method only when the pass has finished and its values are on the host.
         """
         return self.unit.tokens / max(self.landed.seconds_since(self.began), 1e-6)
+
+
+def _outcome(values: npt.NDArray[np.float32]) -> Outcome:
+    """Return a sequence's outcome, given what `Head.logps` returned for its completion tokens."""
+    if not np.isfinite(values).all():
+        return NOT_FINITE
+    if values.ndim == 1:
+        return values
+    k = values.shape[1] // 2
+    return TopLogps(values[:, 0].copy(), values[:, 1 : 1 + k].copy(), values[:, 1 + k :].astype(np.int32))
 
 
 class Prepared:

@@ -12,7 +12,7 @@ import torch
 
 from reflogp.scoring.torch_engine.attention import PackLayout, packed
 from reflogp.scoring.torch_engine.compilation import allow_many_versions
-from reflogp.scoring.torch_engine.head import Head
+from reflogp.scoring.torch_engine.head import Head, logps_of_logits
 from reflogp.scoring.torch_engine.images import DecoderInputs, on_device, pixel_inputs, token_types
 from reflogp.scoring.torch_engine.packing import Pack
 from reflogp.scoring.torch_engine.sequences import Sequence
@@ -33,7 +33,7 @@ def forward_pack(
     refused: Collection[str] = (),
     inputs: DecoderInputs | None = None,
 ) -> torch.Tensor:
-    """Return the log-probs of the tokens in `pack.predicted`, as a float32 tensor of shape (predictions,) on the device.
+    """Return the log-probs of the tokens in `pack.predicted`, as `Head.logps` returns them, on the device.
 
     The model must use packed attention (see attention.py).
 
@@ -65,7 +65,7 @@ def forward_padded(
 ) -> torch.Tensor:
     """Return the log-probs of a batch's completion tokens, concatenated in the order of the batch.
 
-    The result is a float32 tensor of shape (completion tokens,) on the device.
+    The result is a tensor of `Head.logps` on the device.
 
     The batch is padded on the right. A sequence with an attention mask already contains padding. This padding stays in place,
     and the mask is passed to the model. The sequences must either all have images or all be text-only.
@@ -77,8 +77,10 @@ def forward_padded(
 
 
 @torch.inference_mode()
-def forward_single(model: Any, sequence: Sequence, device: torch.device, temperature: float = 1.0) -> torch.Tensor:
-    """Return the log-probs of a sequence's completion tokens, float32 (completion tokens,), from the model's own logits.
+def forward_single(
+    model: Any, sequence: Sequence, device: torch.device, temperature: float = 1.0, top_k: int = 0
+) -> torch.Tensor:
+    """Return the log-probs of a sequence's completion tokens, as `Head.logps` does, from the model's own logits.
 
     This is an ordinary call of the model, with which the self-check compares all other ways of scoring.
     """
@@ -87,11 +89,8 @@ def forward_single(model: Any, sequence: Sequence, device: torch.device, tempera
     if "logits_to_keep" in inspect.signature(model.forward).parameters:  # nearly all models: logits of these positions only
         inputs["logits_to_keep"] = len(targets) + 1
     logits = model(**inputs, use_cache=False).logits[0, -len(targets) - 1 : -1]
-    logps = torch.empty(len(targets), device=device)
-    for start in range(0, len(targets), _SINGLE_ROWS):
-        rows = slice(start, start + _SINGLE_ROWS)
-        logps[rows] = torch.log_softmax(logits[rows].float() / temperature, -1).gather(1, targets[rows, None])[:, 0]
-    return logps
+    slices = (slice(start, start + _SINGLE_ROWS) for start in range(0, len(targets), _SINGLE_ROWS))
+    return torch.cat([logps_of_logits(logits[rows].float() / temperature, targets[rows], top_k) for rows in slices])
 
 
 def _padded_inputs(batch: list[Sequence], device: torch.device) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:

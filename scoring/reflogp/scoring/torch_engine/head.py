@@ -17,6 +17,7 @@ from reflogp.scoring.errors import EngineError
 from reflogp.scoring.torch_engine.load import autocasting, output_embedding
 from reflogp.scoring.torch_engine.log_sum_exp import Logits, LogSumExp, eager
 from reflogp.scoring.torch_engine.memory import is_out_of_memory
+from reflogp.scoring.torch_engine.top import RunningTop, in_order, top_of
 
 #: Maximum number of logits in memory at once, by device type. 2**28 logits take 512 MiB in bfloat16, and 1 GiB more for their
 #: float32 copy.
@@ -30,6 +31,10 @@ _CAST_NUMBERS = 1 << 26
 #: Rows and columns of a tile of a CUDA matrix product. Chunk sizes are multiples of this number, so that every tile is computed
 #: in full.
 _TILE = 128
+#: Beside the k most probable tokens by rounded logits, this many tokens and a quarter of k more are compared by exact logits.
+_MORE_CANDIDATES = 8
+#: Maximum number of elements of the output embedding's rows that are gathered at once to compute exact logits.
+_GATHERED_NUMBERS = {"cpu": 1 << 23, "cuda": 1 << 28}
 #: Root mean squares of the products on which `_find_logits` compares formulas: a soft cap does nothing to small products, and
 #: trained models have logits of tens.
 _SMALL_AND_LARGE = (3.0, 100.0)
@@ -59,6 +64,7 @@ class Head:
         backbone: the part of the model that computes hidden states.
         logits: the function that turns the head's matrix product into logits. If no such function was found (see
             `_find_logits`), the attribute is None, and the model's own forward computes the logits.
+        top_k: number of most probable tokens to return with each log-prob.
     """
 
     def __init__(self, model: Any, float32: bool = False, autocast: torch.dtype | None = None) -> None:
@@ -72,6 +78,7 @@ class Head:
         # Cast the output embedding once: it is the model's largest matrix, and autocast would cast it again for each chunk.
         self._factors = self._weight if self._rounded is None or self.logits is None else self._weight.to(self._rounded)
         self.log_sum_exp: LogSumExp = eager
+        self.top_k = 0
 
     @torch.inference_mode()
     def logps(self, states: torch.Tensor, at: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
@@ -83,7 +90,8 @@ class Head:
             targets: token ids of the targets, int64 (n,).
 
         Returns:
-            The log-probs, float32 (n,).
+            The log-probs, float32 (n,). With `top_k`, float32 (n, 1 + 2 * top_k): the log-prob of the target, those of the most
+            probable tokens, and the ids of these tokens (ids below 2**24 are exact in float32), in the order of `top`.
         """
         hidden = states[at]
         if self.logits is None:
@@ -109,16 +117,44 @@ class Head:
     def logps_by_model(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
         """Do what `logps` does for rows of hidden states, from the logits of the model's own head."""
         hidden = hidden.to(self._weight.dtype)
-        out = hidden.new_empty(len(targets), dtype=torch.float32)
+        parts = []
         for rows in _slices(len(targets), _rows_at_once(hidden.device, self._weight.shape[0])):
             with autocasting(hidden.device, self._rounded):
                 logits = self._own_logits(hidden[rows]).float() / temperature
-            out[rows] = torch.gather(logits, 1, targets[rows, None])[:, 0] - torch.logsumexp(logits, 1)
-        return out
+            parts.append(logps_of_logits(logits, targets[rows], self.top_k))
+        return torch.cat(parts)
 
     def _logps_of_products(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+        candidates = min(self._weight.shape[0], self.top_k + self.top_k // 4 + _MORE_CANDIDATES)
+        top = RunningTop(len(targets), candidates, hidden.device) if self.top_k else None
+        total, rounded = self._sum_and_target(hidden, targets, temperature, top)
+        logps = self._of_targets(hidden, targets, temperature, total, rounded)
+        if top is None:
+            return logps
         assert self.logits is not None
-        total, rounded = self._sum_and_target(hidden, targets, temperature)
+        rounded, total = self.logits(top.values) / temperature, total[:, None]
+        if self._rounded is not None:
+            exact = rounded
+        else:
+            # As in `_of_targets`, the exact logits replace the rounded ones in the log-sum-exp.
+            exact = self.logits(self._exact_products(hidden, top.ids)) / temperature
+            shares = torch.exp(rounded - total)
+            others = (1.0 - shares.sum(1, keepdim=True)).clamp(min=0.0)
+            total = total + torch.log(others + (shares * torch.exp(exact - rounded)).sum(1, keepdim=True))
+        best, ids = in_order(torch.clamp(exact - total, max=0.0), top.ids, self.top_k)
+        return torch.cat([logps[:, None], best, ids.float()], 1)
+
+    def _exact_products(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return the products of each row of hidden states with the output embeddings of its tokens, float32 (rows, tokens)."""
+        exact = torch.empty(ids.shape, device=hidden.device)
+        for rows in _slices(len(ids), max(1, _GATHERED_NUMBERS[hidden.device.type] // (ids.shape[1] * hidden.shape[1]))):
+            exact[rows] = torch.einsum("rth,rh->rt", self._weight[ids[rows]].float(), hidden[rows].float())
+        return exact if self._bias is None else exact + self._bias[ids].float()
+
+    def _of_targets(
+        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, total: torch.Tensor, rounded: torch.Tensor
+    ) -> torch.Tensor:
+        assert self.logits is not None
         if self._rounded is not None:
             return torch.clamp(rounded - total, max=0.0)
         exact = torch.empty_like(total)
@@ -136,7 +172,7 @@ class Head:
         return logps
 
     def _sum_and_target(
-        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
+        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, top: RunningTop | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return two float32 tensors (n,): for each position, the log-sum-exp of all logits, and the target's logit.
 
@@ -159,6 +195,8 @@ class Head:
                 found = self.log_sum_exp(product, self.logits, 1.0 / temperature, at.clamp(0, last))
                 sums[number, rows] = found[0]
                 rounded[rows] = torch.where((at >= 0) & (at <= last), found[1], rounded[rows])
+                if top is not None:  # larger products have larger logits
+                    top.add(rows, product, block.start)
         return sums[0] if len(blocks) == 1 else torch.logsumexp(sums, 0), rounded
 
     def _columns_at_once(self, as_they_are: bool) -> int:
@@ -208,6 +246,15 @@ class Head:
             return logits
         finally:
             self._parent._modules[self._name] = self.backbone
+
+
+def logps_of_logits(logits: torch.Tensor, targets: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Do what `Head.logps` does, for float32 logits of the whole vocabulary, shape (n, vocabulary)."""
+    if not top_k:
+        return logits.gather(1, targets[:, None])[:, 0] - torch.logsumexp(logits, 1)
+    logps = torch.log_softmax(logits, 1)
+    best, ids = top_of(logps, top_k)
+    return torch.cat([logps.gather(1, targets[:, None]), best, ids.float()], 1)
 
 
 def _backbone_of(model: Any) -> tuple[torch.nn.Module, str, torch.nn.Module]:

@@ -67,7 +67,8 @@ class SelfCheck:
             forward passes of the same sequences, in nats per token; on the packed path, the larger one of two packs.
         tolerance: largest allowed `difference`, in nats per token.
         rejected: dict from the name of each rejected path or attention kernel to the reason. The name "compiled" stands for
-            compiled layers, "head" for the head's own products, and "log_sum_exp NAME" for a log-sum-exp.
+            compiled layers, "head" for the head's own products, "top_k" for the most probable tokens by these products, and
+            "log_sum_exp NAME" for a log-sum-exp.
         kernels: names of the attention kernels that `path` uses; if `path` is not "packed", only the name of the model's own
             attention implementation.
         compiled: True if the decoder layers are compiled.
@@ -370,6 +371,23 @@ def _check_head(head: Head, loaded: LoadedModel, compile_layers: bool, rejected:
         rejected[f"log_sum_exp {name}"] = problem
         head.log_sum_exp = eager
     return eager.__name__
+
+
+def check_top(head: Head, loaded: LoadedModel) -> str | None:
+    """Compare the log-probs of the most probable tokens with those of the model's own logits, on large hidden states.
+
+    If they differ, the model's own logits take the place of the head's products. Return what is wrong, or None.
+    """
+    if head.logits is None or not head.top_k:
+        return None
+    states, targets = head.drawn(_HEAD_ROWS)
+    places = slice(1, 1 + head.top_k)
+    own = head.logps_by_model(states, targets)[:, places].cpu().numpy()
+    found = head.logps(states, torch.arange(len(targets), device=loaded.device), targets)[:, places].cpu().numpy()
+    problem = _compare([found], [own], tolerance_of(loaded.product_dtype, own))[1]
+    if problem is not None:
+        head.logits = None
+    return problem
 
 
 def _log_sum_exps(device: torch.device, compile_layers: bool) -> list[tuple[str, Callable[[], LogSumExp]]]:

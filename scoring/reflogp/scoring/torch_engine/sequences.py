@@ -22,9 +22,32 @@ if TYPE_CHECKING:
 Ids = Any
 #: The token_logps of a sequence: float32, one per completion token.
 Logps = npt.NDArray[np.float32]
-#: The token_logps of a sequence, or a message that says why there are none.
-Outcome = Logps | str
+
+
+@dataclass(frozen=True, eq=False)
+class TopLogps:
+    """The values of a sequence of n completion tokens, from an engine that computes the k most probable tokens.
+
+    Attributes:
+        token_logps: log-probs of the completion's tokens, float32 (n,).
+        logps, ids: log-probs, float32, and token ids, int32, of the k most probable tokens at each position, (n, k). More
+            probable tokens come first, and of tokens with the same log-prob, the one with the lower id.
+    """
+
+    token_logps: Logps
+    logps: npt.NDArray[np.float32]
+    ids: npt.NDArray[np.int32]
+
+
+#: The values of a sequence.
+Values = Logps | TopLogps
+#: The values of a sequence, or a message that says why there are none.
+Outcome = Values | str
 NOT_FINITE = "log-probs are not finite: the model's weights or activations contain NaN or infinity"
+
+
+def token_logps_of(values: Values) -> Logps:
+    return values.token_logps if isinstance(values, TopLogps) else values
 
 
 class Picture(Protocol):

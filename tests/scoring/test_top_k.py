@@ -1,0 +1,112 @@
+"""The most probable tokens of each position, beside plain forwards and torch.topk."""
+
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+
+from reflogp.scoring.errors import EngineError
+from reflogp.scoring.torch_engine import Sequence, TorchEngine
+from reflogp.scoring.torch_engine import head as head_module
+from reflogp.scoring.torch_engine.load import in_memory
+from reflogp.scoring.torch_engine.top import RunningTop, in_order, top_of
+from tools.families import FAMILIES, VOCAB, build
+
+K = 16
+#: Logits of different sums are equal to about this many nats.
+TIES = 1e-5
+
+
+def sequences(seed=0) -> list[Sequence]:
+    """Pairs that share prompts and the beginnings of completions."""
+    random = np.random.default_rng(seed)
+    ids = lambda count: random.integers(3, VOCAB, count).tolist()  # noqa: E731
+    prompts, shared = [ids(count) for count in (1, 5, 19)], ids(3)
+    return [Sequence(prompt, shared + ids(4)) for prompt in prompts for _ in range(2)]
+
+
+@torch.inference_mode()
+def plain(model, sequence) -> torch.Tensor:
+    """Log-probs of the whole vocabulary at each completion position, by an ordinary forward."""
+    whole = torch.tensor([[*sequence.prompt_ids, *sequence.completion_ids]])
+    logits = model(input_ids=whole, use_cache=False).logits[0, len(sequence.prompt_ids) - 1 : -1]
+    return torch.log_softmax(logits.float(), 1)
+
+
+def engine_of(model, k=K) -> TorchEngine:
+    return TorchEngine(in_memory(deepcopy(model)), top_k=k)  # the engine changes its model's attention
+
+
+def compare(engine, model) -> tuple[float, list[np.ndarray], list[np.ndarray]]:
+    """Return the largest difference of a log-prob from a plain forward's; ids may differ only where these are tied."""
+    errors, ours, right = [], [], []
+    for sequence, values in zip(sequences(), engine.score(sequences()), strict=True):
+        whole = plain(model, sequence)
+        best = torch.topk(whole, K).values.numpy()
+        assert values.logps.shape == values.ids.shape == (len(sequence.completion_ids), K)
+        assert (np.diff(values.logps, axis=1) <= 0).all()
+        of_ids = whole.gather(1, torch.from_numpy(values.ids).long()).numpy()
+        targets = whole.gather(1, torch.tensor(sequence.completion_ids)[:, None])[:, 0].numpy()
+        errors += [np.abs(values.logps - of_ids).max(), np.abs(best - of_ids).max(), np.abs(values.token_logps - targets).max()]
+        assert all(len(set(row)) == K for row in values.ids.tolist())
+        ours.append(values.logps)
+        right.append(best)
+    return max(errors), ours, right
+
+
+@pytest.mark.parametrize("block", [4096, 48])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_float32_is_a_plain_forwards(name, block, monkeypatch, recwarn):
+    monkeypatch.setattr(head_module, "_CPU_BLOCK", (64, block))
+    model = build(name).float()
+    error, _, _ = compare(engine_of(model), model)
+    assert error <= 1e-4
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma 2 (soft caps, sliding window 8)", "Phi (partial rotary, biased head)"])
+def test_bfloat16_is_as_near_to_float32_as_a_plain_bfloat16_forward(name, monkeypatch):
+    monkeypatch.setattr(head_module, "_CPU_BLOCK", (64, 48))
+    narrow = build(name).bfloat16()
+    engine = engine_of(narrow)
+    wide = deepcopy(narrow).float()
+    ours, theirs = [], []
+    for sequence, values in zip(sequences(), engine.score(sequences()), strict=True):
+        right = torch.topk(plain(wide, sequence), K).values.numpy()
+        theirs.append(torch.topk(plain(narrow, sequence), K).values.numpy() - right)
+        ours.append(values.logps - right)
+    assert np.sqrt(np.mean(np.concatenate(ours) ** 2)) <= 1.05 * np.sqrt(np.mean(np.concatenate(theirs) ** 2))
+
+
+@pytest.mark.parametrize("path", ["padded", "single"])
+def test_other_paths_give_the_same(path):
+    model = build("Llama").float()
+    engine = engine_of(model)
+    engine.self_check.rejected[path] = "for this test"
+    object.__setattr__(engine.self_check, "path", path)
+    if path == "single":
+        engine.self_check.rejected["padded"] = "for this test"
+    assert compare(engine, model)[0] <= 1e-4
+
+
+def test_the_targets_value_does_not_depend_on_k():
+    model = build("Llama").bfloat16()
+    without, with_top = (engine_of(model, k).score(sequences()) for k in (0, K))
+    for values, both in zip(without, with_top, strict=True):
+        assert np.array_equal(values, both.token_logps)
+
+
+def test_of_equal_values_the_lower_id_comes_first():
+    logps = torch.tensor([[-1.0, -3.0, -1.0, -2.0, -2.0, -1.0]])
+    values, ids = top_of(logps, 4)
+    assert ids.tolist() == [[0, 2, 5, 3]] and values.tolist() == [[-1.0, -1.0, -1.0, -2.0]]
+    running = RunningTop(1, 5, torch.device("cpu"))
+    for first in range(0, 6, 2):
+        running.add(slice(0, 1), logps[:, first : first + 2], first)
+    assert in_order(running.values, running.ids, 4)[1].tolist() == [[0, 2, 5, 3]]
+
+
+@pytest.mark.parametrize("k", [-1, 257, VOCAB + 1])
+def test_a_k_that_cannot_be_is_refused(k):
+    with pytest.raises(EngineError, match=r"top_k -?\d+: (must be from 0 to 256|the model has only 160 tokens)"):
+        engine_of(build("Llama").float(), k)
