@@ -208,6 +208,7 @@ def _order(world: World, state: Path) -> JobOrder:
         max_length=None,
         truncation_mode="keep_start",
         ld_alpha=None,
+        top_k=0,
         result=str(state / "result.parquet"),
         report=str(state / "report.html"),
         request=None,

@@ -177,12 +177,13 @@ def test_values_that_a_slow_store_does_not_take_are_dropped_and_not_piled_up(mon
     monkeypatch.setattr(late_writes, "_SECONDS", 0.01)
     goes_on = threading.Event()
 
+    store = Store(tmp_path / "store")
+
     def slow(reference_id: str):
         assert goes_on.wait(60)
-        return REFERENCE
+        return store.values_table(REFERENCE)
 
-    store = Store(tmp_path / "store")
-    writes = late_writes.WriteBack(store, slow)
+    writes = late_writes.WriteBack(slow)
     draw = np.random.default_rng(3)
     for _ in range(20):
         prompts = draw.integers(10, 900, (4, 15))
@@ -203,14 +204,15 @@ def test_values_are_stored_after_an_unexpected_error(monkeypatch, tmp_path, capl
     monkeypatch.setattr(write_back, "_SECONDS", 0.01)
     answers = iter([RuntimeError("a bug"), StoreError("the disk is full"), REFERENCE])
 
-    def reference_of(reference_id: str):
+    store = Store(tmp_path / "store")
+
+    def table_of(reference_id: str):
         answer = next(answers)
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        return store.values_table(answer)
 
-    store = Store(tmp_path / "store")
-    writes = write_back.WriteBack(store, reference_of)
+    writes = write_back.WriteBack(table_of)
     for first in (1, 2, 3):
         prompt, completion = np.array([first]), np.array([7, 8])
         writes.put(REFERENCE.reference_id, {"engine": "test"}, [(Sequence(prompt, completion), np.full(2, -first, np.float32))])

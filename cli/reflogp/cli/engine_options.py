@@ -34,6 +34,15 @@ TokenBudget = Annotated[
         metavar="N|auto",
     ),
 ]
+TopK = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        max=256,
+        help="With --engine torch: also store the K most probable tokens of each completion position, for distillation.",
+        metavar="K",
+    ),
+]
 TensorParallel = Annotated[
     int | None, typer.Option(min=1, help="Number of GPUs to shard one model over. Default: 1.", rich_help_panel=_VLLM)
 ]
@@ -89,6 +98,7 @@ TrustClaim = Annotated[
 #: The engine to which each option belongs.
 _OWNERS = {
     "token_budget": "torch",
+    "top_k": "torch",
     "tensor_parallel": "vllm",
     "vllm_option": "vllm",
     "url": "remote",
@@ -106,7 +116,7 @@ def engine_choice(name: EngineName, trust_remote_code: bool, check_claim: bool, 
     """
     from reflogp.scoring.vllm_engine.options import parse_options
 
-    given = {option: values[option] for option in _OWNERS if values.get(option) not in (None, [], ())}
+    given = {option: values[option] for option in _OWNERS if values.get(option) not in (None, 0, [], ())}
     for option in given:
         if _OWNERS[option] != name:
             raise UsageError(

@@ -65,6 +65,7 @@ def score(
     patience: engine_options.Patience = None,
     claim: engine_options.Claim = None,
     trust_claim: engine_options.TrustClaim = False,
+    top_k: engine_options.TopK = 0,
     commit_sequences: Annotated[
         int, typer.Option(min=1, help="Commit values to the store after this many sequences, but at least every 30 seconds.")
     ] = 4096,
@@ -81,6 +82,8 @@ def score(
     Example: reflogp score ./sft-model pairs.jsonl.gz --store ./logps --devices all
 
     Example: reflogp score ./sft-70b pairs.jsonl.gz --store ./logps --engine vllm --tensor-parallel 8
+
+    Example: reflogp score ./teacher chats.jsonl --store ./logps --top-k 64
     """
     with needs("service"):
         import torch
@@ -144,6 +147,7 @@ def score(
             settings=arguments.settings,
             watcher=bar,
             strict_engine=engine if strict_engine else None,
+            top_k=top_k,
         )
     print_notes(summary.notes)
     print_result(summary.as_dict(), as_json, *summary.lines())

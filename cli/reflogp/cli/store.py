@@ -28,6 +28,10 @@ ReferenceId = Annotated[
         metavar="ID",
     ),
 ]
+TopK = Annotated[
+    int,
+    typer.Option(min=0, help="Take the table with the K most probable tokens of each position (`score --top-k`).", metavar="K"),
+]
 Repository = Annotated[
     str,
     typer.Argument(help="Dataset repository: hf://datasets/ORGANISATION/NAME (pull: or NAME@REVISION).", metavar="REPOSITORY"),
@@ -50,12 +54,12 @@ def _names(references: list[Reference]) -> str:
     return ", ".join(f"{one.reference_id} ({one.name}, {one.dtype})" for one in references) or "none"
 
 
-def _one_table(uri: str, beginning: str | None) -> LogprobTable:
+def _one_table(uri: str, beginning: str | None, top_k: int) -> LogprobTable:
     store = Store(uri)
     references = _references(store, beginning)
     if len(references) != 1:
         raise UsageError(f"choose one reference with --reference; the store {uri} has: {_names(references)}")
-    return store[references[0].reference_id]
+    return store.top_table(references[0], top_k) if top_k else store[references[0].reference_id]
 
 
 def _each(
@@ -75,16 +79,18 @@ def _each(
     failed: dict[str, str] = {}
     for reference_id in (reference.reference_id for reference in references):
         try:
-            line, entries = work(store[reference_id])
+            done = [(table.top_k, *work(table)) for table in store.tables(reference_id)]
         except ReflogpError as error:
             if len(references) == 1:
                 raise
             err.print(f"reflogp: {reference_id}: {error}", style="red")
             failed[reference_id] = str(error)
             continue
-        results += [{"reference_id": reference_id, **entry} for entry in entries]
-        if line and not as_json:
-            out.print(f"{reference_id}: {line}")
+        for top_k, line, entries in done:
+            more = {"top_k": top_k} if top_k else {}
+            results += [{"reference_id": reference_id, **more, **entry} for entry in entries]
+            if line and not as_json:
+                out.print(f"{reference_id}{f' top-{top_k}' if top_k else ''}: {line}")
     empty = () if references else (f"{store.uri} contains no references yet",)
     print_result({"store": store.uri, name: results, "failed": failed}, as_json, *empty)
     if failed:
@@ -243,6 +249,7 @@ def export(
     folder: Annotated[str, typer.Argument(help="New folder to write to.", metavar="FOLDER")],
     reference: ReferenceId = None,
     snapshot: options.SnapshotNumber = None,
+    top_k: TopK = 0,
     as_json: options.AsJson = False,
 ) -> None:
     """Export one reference's log-probs as plain Parquet files with a README, so that you can share them.
@@ -251,7 +258,7 @@ def export(
 
     Example: reflogp store export ./logps ./logps-to-share
     """
-    table = _one_table(uri, reference)
+    table = _one_table(uri, reference, top_k)
     with progress_bar(f"exporting {table.reference.name}") as bar:
         rows, files = table.export(folder, snapshot, bar.hashed)
     result = {"reference_id": table.reference.reference_id, "folder": folder, "sequences": rows, "files": files}
@@ -282,6 +289,7 @@ def push(
     repository: Repository,
     reference: ReferenceId = None,
     snapshot: options.SnapshotNumber = None,
+    top_k: TopK = 0,
     public: Annotated[
         bool, typer.Option("--public", help="If the repository is new, make it public. Default: private.")
     ] = False,
@@ -301,7 +309,7 @@ def push(
 
     Example: reflogp store push ./logps hf://datasets/team/sft-logps
     """
-    table = _one_table(uri, reference)
+    table = _one_table(uri, reference, top_k)
     with progress_bar(f"exporting {table.reference.name}") as bar:
         at = table.snapshot(snapshot)
         done = push_table(table, repository, at, public=public, replace=replace, progress=bar.hashed)

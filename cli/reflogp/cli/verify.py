@@ -106,7 +106,7 @@ def _differences(
     The differences are NaN if the stored values are damaged. For sequences without stored values, yield (row number, 0, 0, 0).
     """
     from reflogp.scoring.runs.score import images_for_engine
-    from reflogp.scoring.torch_engine import Sequence
+    from reflogp.scoring.torch_engine.sequences import Sequence, token_logps_of
 
     for number, problem in window.problems.items():
         bar.bad_row(number, problem)

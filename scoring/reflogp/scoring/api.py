@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from copy import copy
+from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
 
@@ -46,6 +47,7 @@ def score(
     truncation_mode: str = "keep_start",
     tokenizer: str | PreTrainedTokenizerBase | None = None,
     engine: EngineChoice | None = None,
+    top_k: int = 0,
     progress: bool | None = None,
 ) -> Any:
     """Score a dataset's sequences, except those whose log-probs are already in the store.
@@ -68,6 +70,7 @@ def score(
         tokenizer: the trainer's tokenizer, if it differs from the model's: a tokenizer object, a folder or a hub id. Pass an
             object if the tokenizer runs custom code.
         engine: the engine and its settings; None for torch on a GPU, or on the CPU if there is no GPU.
+        top_k: number of most probable tokens to store for each completion position, at most 256, for distillation.
         progress: True shows a progress bar, False hides it; None shows it in terminals and notebooks only.
 
     Returns:
@@ -91,7 +94,7 @@ def score(
             reference ..., snapshot ... of .../logps (... s)
         )
     """
-    choice = engine or EngineChoice()
+    choice = replace(engine or EngineChoice(), top_k=top_k)
     opened = _opened(store)
     reference, reason = choose_reference(opened, model, dtype, otherwise=choice.default_dtype())
     choice.require_dtype(reference.dtype)
@@ -120,6 +123,7 @@ def score(
                 scheduler,
                 settings=TrainerSettings(max_length, truncation_mode),
                 watcher=bar,
+                top_k=top_k,
             )
         source.check_unchanged()
         return summary

@@ -104,6 +104,7 @@ class EngineChoice:
         check_claim: for remote, whether to check before scoring that the server serves the reference model. A few of the
             server's log-probs are compared with log-probs computed with the local weights. If they differ too much, EngineError
             is raised.
+        top_k: number of most probable tokens to compute at each completion position, at most 256; see TopLogps.
 
     Examples:
         >>> from reflogp.scoring import EngineChoice, score
@@ -124,6 +125,7 @@ class EngineChoice:
     concurrency: int = 64
     patience_seconds: float = 300.0
     check_claim: bool = True
+    top_k: int = 0
 
     def gpus(self) -> int:
         """Return the number of GPUs that one engine uses: 0 on a CPU or for a remote engine.
@@ -183,6 +185,8 @@ class EngineChoice:
             UsageError, CheckpointError, EngineError: the engine cannot be loaded.
         """
         self.require_dtype(reference.dtype)
+        if self.top_k and self.name != "torch":
+            raise UsageError(f"top_k {self.top_k}: the {self.name} engine does not compute it; use the torch engine")
         match self.name:
             case "torch":
                 with reference_files(model, reference).unchanged() as checkpoint:
@@ -205,6 +209,7 @@ class EngineChoice:
                 self.token_budget,
                 lm_head_dtype=reference.lm_head_dtype,
                 trust_remote_code=self.trust_remote_code,
+                top_k=self.top_k,
             )
 
         return run_in_own_thread(make) if choose_device(self.device).type == "cpu" else make()

@@ -700,6 +700,7 @@ class Precompute:
             max_length=settings.max_length,
             truncation_mode=settings.truncation_mode,
             ld_alpha=settings.ld_alpha,
+            top_k=entry.top_k,
             result=str(self.result(claim.id)),
             report=str(self._report_file(claim.id)),
             request=claim.request,

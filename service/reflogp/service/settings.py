@@ -87,6 +87,9 @@ class ReferenceSettings(BaseModel):
         description="remote: before storing any values, score a few sequences both locally and on the server, and compare the "
         "values. If they differ too much, nothing is stored, and the job or request fails.",
     )
+    top_k: int = Field(
+        0, ge=0, le=256, description="torch: number of most probable tokens to store with each value, for distillation."
+    )
 
     @model_validator(mode="after")
     def _options_fit_the_engine(self) -> ReferenceSettings:

@@ -29,7 +29,7 @@ from deltalake.transaction import AddAction, CommitProperties, RemoveAction
 from reflogp.store import storage
 from reflogp.store.errors import DamagedStoreError, ReferenceNotFoundError, StoreUnavailableError, UsageError
 from reflogp.store.reference import Reference, check_format
-from reflogp.store.schema import FORMAT, SCHEMA
+from reflogp.store.schema import FORMAT, schema_of
 from reflogp.store.shard import Shard, write_shard
 from reflogp.store.texts import short_repr
 
@@ -41,6 +41,8 @@ _PATIENCE = 900.0
 _LONGEST_PAUSE, _EARLY_TRIES = 0.2, 5
 #: Name of the setting in which a Delta table records the store's format number.
 _FORMAT_SETTING = "reflogp.format"
+#: Name of the setting in which a Delta table records how many of the most probable tokens its rows have.
+_TOP_SETTING = "reflogp.top_k"
 _LOG_FOLDER = "_delta_log"
 _HOW_TO_GO_ON = f"Restore {_LOG_FOLDER} from a copy, or move the folder away and score again"
 
@@ -75,6 +77,9 @@ class TableLog:
         reference: the reference model of the table.
         options: delta-rs storage options.
 
+    Attributes:
+        top_k: number of most probable tokens that each position of the table's rows has, 0 in a table without them.
+
     Raises:
         ReferenceNotFoundError: there is no table yet.
         DamagedStoreError: the Delta log cannot be read.
@@ -90,22 +95,23 @@ class TableLog:
             raise self._nothing_yet()
         self.filesystem = storage.open_filesystem(uri, options)
         self._delta = self._open()
+        self.top_k = int(self._delta.metadata().configuration.get(_TOP_SETTING) or 0)
 
     def __repr__(self) -> str:
         model = f"{self.reference.name} in {self.reference.dtype}"
         return short_repr(type(self).__name__, f"{model}, reference {self.reference.reference_id}, {self.uri}")
 
     @staticmethod
-    def create(uri: str, options: dict[str, str] | None = None) -> None:
+    def create(uri: str, options: dict[str, str] | None = None, top_k: int = 0) -> None:
         """Create the Delta table if it does not exist. Two processes can safely create the same table at the same time."""
         try:
             DeltaTable.create(
                 uri,
-                SCHEMA,
+                schema_of(top_k),
                 mode="ignore",
                 storage_options=options,
                 name="reflogp",
-                configuration={_FORMAT_SETTING: str(FORMAT)},
+                configuration={_FORMAT_SETTING: str(FORMAT)} | ({_TOP_SETTING: str(top_k)} if top_k else {}),
                 raise_if_key_not_exists=False,
             )
         except DeltaError as error:
@@ -131,7 +137,7 @@ class TableLog:
 
     def shard(self, path: str) -> Shard:
         """Return an object that reads the shard at this path."""
-        return Shard(self.filesystem, path)
+        return Shard(self.filesystem, path, self.top_k)
 
     @in_turn
     def delta(self) -> DeltaTable:
@@ -280,7 +286,7 @@ class TableLog:
         actions += [RemoveAction(path, not added, int(time.time() * 1000)) for path in removed]
         try:
             self._delta.create_write_transaction(
-                actions, mode="append", schema=SCHEMA, commit_properties=CommitProperties(max_commit_retries=0)
+                actions, mode="append", schema=schema_of(self.top_k), commit_properties=CommitProperties(max_commit_retries=0)
             )
         except CommitFailedError:
             return False

@@ -12,7 +12,7 @@ from reflogp.store.digests import Progress
 from reflogp.store.errors import UsageError
 from reflogp.store.export import DATA_FILES
 from reflogp.store.reference import REFERENCE_FILE, Reference
-from reflogp.store.schema import SCHEMA, problem_of_rows
+from reflogp.store.schema import TOP_COLUMNS, problem_of_rows, schema_of
 from reflogp.store.storage import STORAGE_ERRORS, sentence
 from reflogp.store.store import Store
 
@@ -73,12 +73,13 @@ def import_folder(store: Store, folder: str, progress: Progress | None = None) -
         reference = Reference.from_json(file.read_text(encoding="utf-8"))
         for file in files:
             total += pq.read_metadata(file).num_rows
+        top_k = top_k_of(files)
         for is_check in (True, False):
-            table = None if is_check else store.create_table(reference)
+            table = None if is_check else store.values_table(reference, top_k)
             for file in files:
                 for batch in pq.ParquetFile(file, page_checksum_verification=True).iter_batches(_IMPORT_ROWS):
-                    rows = _with_types(pa.table(batch))
-                    if table is None and (problem := problem_of_rows(rows)):
+                    rows = _with_types(pa.table(batch), top_k)
+                    if table is None and (problem := problem_of_rows(rows, top_k)):
                         raise UsageError(f"{file}: {problem}; nothing was imported")
                     if table is not None:
                         appended = table.append(rows)
@@ -89,9 +90,22 @@ def import_folder(store: Store, folder: str, progress: Progress | None = None) -
     except (*STORAGE_ERRORS, ValueError) as error:
         raise UsageError(f"{file} cannot be read: {sentence(error)}; rows imported: {written:,}") from error
     assert table is not None
-    return Imported(reference.reference_id, total, written, snapshot or table.snapshot_number())
+    return Imported(reference.reference_id, total, written, snapshot or table.snapshot().number)
 
 
-def _with_types(rows: pa.Table) -> pa.Table:
-    """Return rows with the types of SCHEMA, if they have its columns."""
-    return rows.cast(pa.schema([field.with_nullable(True) for field in SCHEMA])) if rows.schema.names == SCHEMA.names else rows
+def top_k_of(files: list[Path]) -> int:
+    """Return how many most probable tokens the rows of an export have at each position."""
+    for file in files:
+        opened = pq.ParquetFile(file)
+        if TOP_COLUMNS[0].name in opened.schema_arrow.names:
+            for batch in opened.iter_batches(_IMPORT_ROWS, columns=[TOP_COLUMNS[0].name, "scored_len"]):
+                for ids, length in zip(batch[TOP_COLUMNS[0].name], batch["scored_len"].to_pylist(), strict=True):
+                    if length:
+                        return int(len(ids) // length)
+    return 0
+
+
+def _with_types(rows: pa.Table, top_k: int) -> pa.Table:
+    """Return rows with the types of the schema, if they have its columns."""
+    schema = schema_of(top_k)
+    return rows.cast(pa.schema([field.with_nullable(True) for field in schema])) if rows.schema.names == schema.names else rows

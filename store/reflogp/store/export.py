@@ -14,7 +14,7 @@ from reflogp.store.digests import Progress
 from reflogp.store.errors import UsageError
 from reflogp.store.maintenance import SHARD_BYTES, merged_rows
 from reflogp.store.reference import REFERENCE_FILE, Reference
-from reflogp.store.schema import SCHEMA, columns_table
+from reflogp.store.schema import columns_table, schema_of
 from reflogp.store.shard import write_shard
 from reflogp.store.snapshot import Snapshot
 from reflogp.store.storage import sentence
@@ -31,13 +31,13 @@ def export_snapshot(log: TableLog, snapshot: Snapshot, folder: str, progress: Pr
     rows = files = 0
     try:
         (partial / "data").mkdir(parents=True)
-        for part in merged_rows(log, snapshot, SHARD_BYTES) if len(snapshot) else [SCHEMA.empty_table()]:
+        for part in merged_rows(log, snapshot, SHARD_BYTES) if len(snapshot) else [schema_of(log.top_k).empty_table()]:
             write_shard(part, partial / f"data/part-{files:05}.parquet")
             rows, files = rows + len(part), files + 1
             if progress:
                 progress(rows, len(snapshot))
         (partial / REFERENCE_FILE).write_text(log.reference.to_json(), encoding="utf-8")
-        (partial / README_FILE).write_text(_readme(log.reference), encoding="utf-8")
+        (partial / README_FILE).write_text(_readme(log.reference, log.top_k), encoding="utf-8")
         if target.exists():
             target.rmdir()
         partial.replace(target)
@@ -48,7 +48,7 @@ def export_snapshot(log: TableLog, snapshot: Snapshot, folder: str, progress: Pr
     return rows, files
 
 
-def _readme(reference: Reference) -> str:
+def _readme(reference: Reference, top_k: int) -> str:
     """Return the text of an export's README.md, which becomes the dataset card if the export is pushed to the Hub."""
     return f"""---
 configs:
@@ -68,7 +68,7 @@ tags:
 
 The files contain log-probabilities, token counts and hashes of token ids, but none of the dataset's text and no weights.
 
-{columns_table()}
+{columns_table(top_k)}
 
 Read this dataset, or this folder, with `datasets.load_dataset`. To train with these values, add them to a reflogp store:
 

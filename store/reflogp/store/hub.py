@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from reflogp.store.digests import Progress
 from reflogp.store.errors import StoreUnavailableError, UsageError
-from reflogp.store.exchange import Imported, import_folder
+from reflogp.store.exchange import Imported, import_folder, top_k_of
 from reflogp.store.export import DATA_FILES, README_FILE, export_snapshot
 from reflogp.store.reference import REFERENCE_FILE, Reference
 from reflogp.store.snapshot import Snapshot
@@ -273,8 +273,13 @@ def _require_same_reference(place: HubPlace, folder: Path, ours: Reference) -> N
 
 def _require_all(place: HubPlace, folder: Path, snapshot: Snapshot) -> None:
     """Raise UsageError if the snapshot has fewer values than the repository for any of the repository's keys."""
-    lacking = 0
-    for file in sorted(folder.glob(DATA_FILES)):
+    lacking, files = 0, sorted(folder.glob(DATA_FILES))
+    if (top_k := top_k_of(files)) > snapshot.top_k:
+        raise UsageError(
+            f"{place} has the {top_k} most probable tokens of each position, which this push would delete: push with --top-k "
+            f"{top_k} or to another repository, or overwrite the repository's values with --replace"
+        )
+    for file in files:
         try:
             for batch in pq.ParquetFile(file).iter_batches(_ROWS_AT_ONCE, columns=["key", "scored_len"]):
                 lacking += int((snapshot.stored_lengths(batch["key"]) < batch["scored_len"].to_numpy()).sum())

@@ -41,12 +41,31 @@ COLUMNS = (
     Column("logp_sum", pa.float64(), "float64 sum of `token_logps`, in nats"),
     Column("provenance", pa.string(), "JSON: engine, versions, device, kernels"),
 )
-SCHEMA = pa.schema([pa.field(column.name, column.type, nullable=False) for column in COLUMNS])
+#: More columns of a table with the k most probable tokens of each position. Their lists have k entries for each value in
+#: `token_logps`, one position after the other, the most probable token first.
+TOP_COLUMNS = (
+    Column("top_ids", pa.list_(pa.int32()), "ids of the k most probable tokens at each position that has a value"),
+    Column("top_logps", pa.list_(pa.float32()), "log-probs of these tokens, rounded to float16, at temperature 1, in nats"),
+)
 
 
-def columns_table() -> str:
-    """Return a Markdown table that describes the columns."""
-    rows = [f"| `{column.name}` | {column.type} | {column.meaning} |" for column in COLUMNS]
+def _schema(columns: Iterable[Column]) -> pa.Schema:
+    return pa.schema([pa.field(column.name, column.type, nullable=False) for column in columns])
+
+
+SCHEMA = _schema(COLUMNS)
+_TOP_SCHEMA = _schema((*COLUMNS, *TOP_COLUMNS))
+
+
+def schema_of(top_k: int) -> pa.Schema:
+    """Return the schema of the shards of a table with the `top_k` most probable tokens, or without them (0)."""
+    return _TOP_SCHEMA if top_k else SCHEMA
+
+
+def columns_table(top_k: int = 0) -> str:
+    """Return a Markdown table that describes the columns of a table."""
+    columns = (*COLUMNS, *TOP_COLUMNS) if top_k else COLUMNS
+    rows = [f"| `{column.name}` | {column.type} | {column.meaning} |" for column in columns]
     return "\n".join(["| column | type | meaning |", "| --- | --- | --- |", *rows])
 
 
@@ -56,8 +75,9 @@ def shard_table(
     completion_lens: npt.NDArray[np.int32],
     token_logps: pa.Array,
     provenance: dict[str, Any],
+    top: tuple[pa.Array, pa.Array] | None = None,
 ) -> pa.Table:
-    """Build a table with the schema SCHEMA.
+    """Build a table with the schema SCHEMA or, if `top` is given, with the TOP_COLUMNS too.
 
     Two columns are computed: `scored_len` is the number of log-probs in each row, and `logp_sum` is the float64 sum of these
     log-probs.
@@ -70,8 +90,10 @@ def shard_table(
         token_logps: log-probs of the scored tokens of each completion, in nats, as an array of n float32 lists.
         provenance: description of how the values were computed. Each row contains it as a JSON string. These strings take
             almost no space in a shard, because their column is dictionary-encoded.
+        top: the k most probable tokens: n lists of ids (int32), and n lists of log-probs (float32, rounded here to float16).
     """
     values = token_logps.cast(pa.list_(pa.float32()))
+    more = {} if top is None else {"top_ids": top[0], "top_logps": _in_half(top[1])}
     return pa.table(
         {
             "key": keys.cast(pa.binary()),
@@ -81,9 +103,22 @@ def shard_table(
             "token_logps": values,
             "logp_sum": pa.array(list_sums(values)),
             "provenance": pa.array([json.dumps(provenance, sort_keys=True)] * len(keys), pa.string()),
+            **more,
         },
-        schema=SCHEMA,
+        schema=schema_of(top is not None),
     )
+
+
+def _in_half(lists: pa.ListArray) -> pa.ListArray:
+    """Round to float16, whose numbers compress to half the size; log-probs below its range become its lowest number."""
+    lowest = np.finfo(np.float16).min
+    values = np.maximum(lists.flatten().to_numpy(zero_copy_only=False), lowest).astype(np.float16).astype(np.float32)
+    return pa.ListArray.from_arrays(_offsets(lists), pa.array(values))
+
+
+def _offsets(lists: pa.ListArray) -> pa.Array:
+    """Return a list array's offsets into its own values, if the array is a slice of another one."""
+    return pa.array(lists.offsets.to_numpy() - lists.offsets[0].as_py(), pa.int32())
 
 
 def list_sums(lists: pa.ListArray, lengths: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.float64]:
@@ -100,11 +135,15 @@ def list_sums(lists: pa.ListArray, lengths: npt.NDArray[np.int64] | None = None)
     return np.where(stops > starts, sums, 0.0)
 
 
-def problem_of_rows(rows: pa.Table) -> str | None:
-    """Return the reason why a table's rows cannot be stored in a shard, or None if they are valid."""
-    if rows.schema.names != SCHEMA.names or rows.schema.types != SCHEMA.types:
-        return f"columns have wrong names or types: got {rows.schema.names}, expected {SCHEMA.names}"
-    if any(column.null_count for column in rows.columns) or one_array(rows["token_logps"]).flatten().null_count:
+def problem_of_rows(rows: pa.Table, top_k: int = 0) -> str | None:
+    """Return the reason why rows cannot be stored in a shard of a table with this `top_k`, or None if they are valid."""
+    schema = schema_of(top_k)
+    if rows.schema.names != schema.names or rows.schema.types != schema.types:
+        return f"columns have wrong names or types: got {rows.schema.names}, expected {schema.names}"
+    lists_of = [name for name in schema.names if pa.types.is_list(schema.field(name).type)]
+    if any(column.null_count for column in rows.columns) or any(
+        one_array(rows[name]).flatten().null_count for name in lists_of
+    ):
         return "a value is null"
     if not pc.all(pc.equal(pc.binary_length(rows["key"]), 16), min_count=0).as_py():
         return "a key is not 16 bytes long"
@@ -121,6 +160,16 @@ def problem_of_rows(rows: pa.Table) -> str | None:
         return "a row's logp_sum is not the sum of its token_logps"
     if not all(map(_is_object, rows["provenance"].unique().to_pylist())):
         return "a row's provenance is not a JSON object"
+    return _problem_of_top(rows, top_k, lengths) if top_k else None
+
+
+def _problem_of_top(rows: pa.Table, top_k: int, lengths: npt.NDArray[np.int32]) -> str | None:
+    for column in TOP_COLUMNS:
+        lists = one_array(rows[column.name])
+        if (lists.value_lengths().to_numpy(zero_copy_only=False) != lengths * top_k).any():
+            return f"a row's {column.name} does not have {top_k} entries for each of its token_logps"
+    if not np.isfinite(one_array(rows["top_logps"]).flatten().to_numpy(zero_copy_only=False)).all():
+        return "top_logps contains a non-finite value"
     return None
 
 

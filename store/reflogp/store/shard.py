@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from reflogp.store import storage
 from reflogp.store.errors import StoreUnavailableError
-from reflogp.store.schema import SCHEMA, one_array, problem_of_rows
+from reflogp.store.schema import one_array, problem_of_rows, schema_of
 
 #: Maximum number of rows in a row group, and the size in bytes that the values of a row group should take (3.4 MB at 200 tokens
 #: per row). If rows have many tokens, a row group has fewer rows, but at least LEAST_GROUP_ROWS.
@@ -39,17 +39,15 @@ def write_shard(rows: pa.Table, sink: Any) -> None:
     The file is compressed with zstd. Its log-probs are encoded with byte-stream-split, which usually saves space, and every
     page has a checksum.
     """
-    fitting = _GROUP_BYTES * len(rows) // max(1, int(rows["token_logps"].nbytes))
+    lists = [name for name in ("token_logps", "top_ids", "top_logps") if name in rows.column_names]
+    fitting = _GROUP_BYTES * len(rows) // max(1, sum(int(rows[name].nbytes) for name in lists))
     pq.write_table(
         rows,
         sink,
         row_group_size=max(LEAST_GROUP_ROWS, min(_GROUP_ROWS, fitting)),
         compression="zstd",
         use_dictionary=["provenance"],
-        column_encoding={
-            "token_logps.list.element": "BYTE_STREAM_SPLIT",
-            "logp_sum": "BYTE_STREAM_SPLIT",
-        },
+        column_encoding={**{f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in lists}, "logp_sum": "BYTE_STREAM_SPLIT"},
         write_page_checksum=True,
     )
 
@@ -59,16 +57,21 @@ class Shard:
 
     Methods raise ShardDamageError if the file is missing or its content is not what was written, and StoreUnavailableError if
     the storage fails.
+
+    Args:
+        top_k: number of most probable tokens that the rows of the table have.
     """
 
-    def __init__(self, filesystem: pafs.FileSystem, path: str) -> None:
+    def __init__(self, filesystem: pafs.FileSystem, path: str, top_k: int = 0) -> None:
         self.path = path
         self._filesystem = filesystem
+        self._top_k, self._schema = top_k, schema_of(top_k)
 
-    def read(self, columns: list[str] = SCHEMA.names) -> pa.Table:
-        """Return the given columns of all rows, with the types of SCHEMA: other tools may write the file with other types."""
+    def read(self, columns: list[str] | None = None) -> pa.Table:
+        """Return the given columns, or all, of all rows, with the types of the schema: other tools may write other types."""
+        columns = self._schema.names if columns is None else columns
         with self._open() as file:
-            return file.read(columns=columns).select(columns).cast(pa.schema([SCHEMA.field(name) for name in columns]))
+            return file.read(columns=columns).select(columns).cast(pa.schema([self._schema.field(name) for name in columns]))
 
     @cached_property
     def _groups(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -97,7 +100,7 @@ class Shard:
             while at < len(used):
                 stop = at + max(1, int(np.searchsorted(np.cumsum(sizes[used[at:]]), READ_BYTES, "right")))
                 read = file.read_row_groups(used[at:stop].tolist(), columns=[column])[column]
-                read = one_array(read.cast(SCHEMA.field(column).type))
+                read = one_array(read.cast(self._schema.field(column).type))
                 part = slice(int(first[at]), ends[stop - 1])
                 counts = np.array([file.metadata.row_group(int(group)).num_rows for group in used[at:stop]])
                 group = np.searchsorted(starts[used[at:stop]], rows[part], "right") - 1
@@ -121,9 +124,9 @@ class Shard:
                     return f"the file has {file.metadata.num_rows:,} rows, not {rows:,} as when it was committed"
                 for index in range(file.num_row_groups):
                     group = file.read_row_group(index)
-                    if set(group.schema.names) != set(SCHEMA.names):
-                        return f"the columns are {group.schema.names}, not {SCHEMA.names}"
-                    if problem := problem_of_rows(group.select(SCHEMA.names).cast(SCHEMA)):
+                    if set(group.schema.names) != set(self._schema.names):
+                        return f"the columns are {group.schema.names}, not {self._schema.names}"
+                    if problem := problem_of_rows(group.select(self._schema.names).cast(self._schema), self._top_k):
                         return problem
         except (ShardDamageError, pa.ArrowInvalid) as error:
             return str(error)

@@ -24,7 +24,7 @@ from reflogp.store.errors import DamagedStoreError, SnapshotNotFoundError, Store
 from reflogp.store.index import MISS, Int64s, Layer, Places
 from reflogp.store.keys import keys_as_words
 from reflogp.store.reference import Reference
-from reflogp.store.schema import list_sums
+from reflogp.store.schema import TOP_COLUMNS, list_sums
 from reflogp.store.shard import INDEX_COLUMNS, Shard, ShardDamageError, ShardMissingError
 from reflogp.store.texts import counted, short_repr
 
@@ -49,6 +49,7 @@ class Snapshot:
         rows_of: dict from the path of each shard in the snapshot to its number of rows.
         table_uri: URI of the table: `<store>/<reference id>/logprobs`.
         latest_shards: function that returns the paths of the shards in the table's latest snapshot.
+        top_k: number of most probable tokens that each position of the table's rows has.
 
     Lookups raise DamagedStoreError if a shard is damaged, and SnapshotNotFoundError if a vacuum has deleted a shard that the
     snapshot needs.
@@ -72,14 +73,16 @@ class Snapshot:
         rows_of: Mapping[str, int],
         table_uri: str,
         latest_shards: Callable[[], Iterable[str]],
+        top_k: int = 0,
     ) -> None:
         self.number = number
+        self.top_k = top_k
         self.reference = reference
         self.rows_of = dict(rows_of)
         self._table_uri = table_uri
         self._latest_shards = latest_shards
         # Shards are numbered, and later snapshots keep the numbers.
-        self._shards = {number: Shard(filesystem, path) for number, path in enumerate(self.rows_of)}
+        self._shards = {number: Shard(filesystem, path, top_k) for number, path in enumerate(self.rows_of)}
         # The index's layers, and the numbers of the shards that they cover. If several threads load the index at the same time,
         # each thread replaces the whole tuple.
         self._index: tuple[list[Layer], frozenset[int]] = ([], frozenset())
@@ -112,8 +115,8 @@ class Snapshot:
         known = {shard.path for shard in kept.values()}
         added = [path for path in rows_of if path not in known]
         first = max(self._shards, default=-1) + 1
-        later = Snapshot(number, self.reference, filesystem, rows_of, self._table_uri, self._latest_shards)
-        later._shards = kept | {first + place: Shard(filesystem, path) for place, path in enumerate(added)}
+        later = Snapshot(number, self.reference, filesystem, rows_of, self._table_uri, self._latest_shards, self.top_k)
+        later._shards = kept | {first + place: Shard(filesystem, path, self.top_k) for place, path in enumerate(added)}
         layers, indexed = self._index
         if gone := sorted(indexed - kept.keys()):
             if any(layer.omits_rows for layer in layers):  # an omitted row may now be its key's longest
@@ -237,6 +240,26 @@ class Found:
             for i, row in enumerate(rows):
                 values[int(row)] = flat[offsets[i] : offsets[i + 1]]
         return [values.get(int(place)) for place in places]
+
+    def top(self, k: int, some: Int64s | None = None) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]] | None]:
+        """Return, for each key, the k most probable tokens at each position that has a value, or None for a miss.
+
+        The ids, int32 (n, k), and their log-probs in nats, float32 (n, k), are in the order of TopLogps (the engine's values).
+
+        Raises UsageError if the table has fewer than k tokens at each position.
+        """
+        width = self._snapshot.top_k
+        if k > width:
+            raise UsageError(f"the table has the {width} most probable tokens of each position, not {k}")
+        places = np.arange(len(self.lengths)) if some is None else some
+        found: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
+        for column, values in zip(TOP_COLUMNS, found, strict=True):
+            for rows, lists in self._values(places[self.lengths[places] != MISS], column.name):
+                offsets, flat = lists.offsets.to_numpy(), lists.values.to_numpy(zero_copy_only=False).reshape(-1, width)
+                for i, row in enumerate(rows):
+                    values[int(row)] = flat[offsets[i] // width : offsets[i + 1] // width, :k]
+        ids, logps = found
+        return [(ids[int(place)], logps[int(place)]) if int(place) in ids else None for place in places]
 
     def token_lists(self) -> pa.ListArray:
         """Return the stored values of all keys as one Arrow array of float32 lists, with null for a miss.

@@ -1,6 +1,7 @@
 """Open a store: a folder or object store prefix with one table per reference model.
 
-The layout is `<store>/<reference id>/{reference.json, logprobs/}`. `choose_reference` resolves `dtype="auto"` to the dtype in
+The layout is `<store>/<reference id>/{reference.json, logprobs/, top-K/}`: top-K is a table with the K most probable tokens of
+each position, which exists if somebody has scored with them. `choose_reference` resolves `dtype="auto"` to the dtype in
 which the model's log-probs in the store were computed.
 """
 
@@ -26,8 +27,10 @@ from reflogp.store.errors import (
 from reflogp.store.reference import AUTO, REFERENCE_FILE, Reference, describe_all_numerics, describe_reference
 from reflogp.store.table import LogprobTable
 from reflogp.store.texts import short_repr
+from reflogp.store.top import ValuesTable
 
 _TABLE_FOLDER = "logprobs"
+_TOP_FOLDER = re.compile("top-([1-9][0-9]*)")
 
 
 class Store:
@@ -150,11 +153,12 @@ class Store:
             there = [reference for reference in candidates if reference.reference_id in entries]
             return [reference for reference in there if self._read_reference(reference.reference_id) is not None]
 
-    def create_table(self, reference: Reference) -> LogprobTable:
+    def create_table(self, reference: Reference, top_k: int = 0) -> LogprobTable:
         """Return the table of `reference`. Create the table if it does not exist, and check that it can be written to.
 
         Args:
             reference: the reference, as returned by `describe_reference`.
+            top_k: number of most probable tokens of each position in the table's rows; 0 for the table without them.
 
         Raises:
             UsageError: the URI points to something that is not a store.
@@ -164,20 +168,51 @@ class Store:
         """
         self._refuse_what_is_no_store()
         folder = f"{self.uri}/{reference.reference_id}"
-        storage.make_folder(f"{folder}/{_TABLE_FOLDER}")
-        uri = self._table_uri(reference.reference_id)
+        uri = self._table_uri(reference.reference_id, top_k)
+        storage.make_folder(uri)
         with storage.translate_errors(f"the store {self.uri} cannot be written"):
             known = self._read_reference(reference.reference_id)
             try:
                 table = LogprobTable(uri, known or reference, self._options)
             except ReferenceNotFoundError:
-                LogprobTable.create(uri, self._options)
+                LogprobTable.create(uri, self._options, top_k)
                 table = LogprobTable(uri, known or reference, self._options)
             table.check_writable()
             if known is None:  # written last, so that every folder with a reference.json has a table
                 filesystem = storage.open_filesystem(folder, self._options)
                 storage.write_file(filesystem, REFERENCE_FILE, reference.to_json().encode())
         return table
+
+    def values_table(self, reference: Reference, top_k: int = 0) -> ValuesTable:
+        """Return the tables to score into, with the `top_k` most probable tokens of each position; see `create_table`."""
+        base = self.create_table(reference)
+        return ValuesTable(base, self.create_table(reference, top_k) if top_k else None)
+
+    def top_table(self, reference: Reference | str, top_k: int) -> LogprobTable:
+        """Return the reference's table with the fewest most probable tokens of each position that has at least `top_k`.
+
+        Raises ReferenceNotFoundError if the store has no such table, and the errors of `store[reference]`.
+        """
+        tables = self.tables(reference)
+        for table in tables:
+            if table.top_k >= top_k:
+                return table
+        there = ", ".join(str(table.top_k) for table in tables[1:]) or "none"
+        raise ReferenceNotFoundError(
+            f"the store {self.uri} has no values of reference {reference if isinstance(reference, str) else reference.name} "
+            f"with the {top_k} most probable tokens (it has: {there}): score with --top-k {top_k}"
+        )
+
+    def tables(self, reference: Reference | str) -> list[LogprobTable]:
+        """Return all tables of a reference, by ascending `top_k`: the first is `store[reference]`."""
+        base = self[reference]
+        folder = f"{self.uri}/{base.reference.reference_id}"
+        with storage.translate_errors(f"the store {self.uri} cannot be read"):
+            filesystem = storage.open_filesystem(folder, self._options)
+            names = [entry.base_name for entry in filesystem.get_file_info(pafs.FileSelector(""))]
+        found = sorted(int(match[1]) for name in names if (match := _TOP_FOLDER.fullmatch(name)))
+        uris = [self._table_uri(base.reference.reference_id, k) for k in found]
+        return [base, *(LogprobTable(uri, base.reference, self._options) for uri in uris)]
 
     def _refuse_what_is_no_store(self) -> None:
         """Raise UsageError if the URI leads to a file, a model folder or a Delta table. None of these is a store: a store is a
@@ -203,8 +238,8 @@ class Store:
     def _root(self) -> pafs.FileSystem:
         return storage.open_filesystem(self.uri, self._options)
 
-    def _table_uri(self, reference_id: str) -> str:
-        return f"{self.uri}/{reference_id}/{_TABLE_FOLDER}"
+    def _table_uri(self, reference_id: str, top_k: int = 0) -> str:
+        return f"{self.uri}/{reference_id}/{f'top-{top_k}' if top_k else _TABLE_FOLDER}"
 
     def _read_reference(self, reference_id: str) -> Reference | None:
         if storage.is_local(self.uri) and not Path(self.uri, reference_id).is_dir():

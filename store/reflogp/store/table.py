@@ -27,7 +27,7 @@ from reflogp.store.index import each_key_once
 from reflogp.store.keys import TokenLists, keys_as_words, list_lengths, sequence_keys, token_lists
 from reflogp.store.maintenance import RETENTION_HOURS, SHARD_BYTES, SMALL_BYTES, Compacted, Damage, Dropped
 from reflogp.store.reference import Reference
-from reflogp.store.schema import SCHEMA, list_sums, one_array, problem_of_rows, shard_table
+from reflogp.store.schema import TOP_COLUMNS, list_sums, one_array, problem_of_rows, shard_table
 from reflogp.store.snapshot import Snapshot
 from reflogp.store.texts import counted
 
@@ -188,7 +188,7 @@ class LogprobTable(TableLog):
             StoreUnavailableError: the shard or the commit cannot be written, or other writers commit first for 15 minutes.
                 Earlier commits are kept.
         """
-        if problem := problem_of_rows(rows):
+        if problem := problem_of_rows(rows, self.top_k):
             raise UsageError(f"{problem}; nothing was stored")
         given, written = len(rows), None
         with storage.translate_errors(f"the store {self.uri} cannot be written"):
@@ -269,7 +269,7 @@ class LogprobTable(TableLog):
         if latest is None or latest.number != number:
             shards = shards_of(self._delta)
             rows_of = {shard.path: shard.rows for shard in shards}
-            first = latest or Snapshot(number, self.reference, self.filesystem, {}, self.uri, self._listed)
+            first = latest or Snapshot(number, self.reference, self.filesystem, {}, self.uri, self._listed, self.top_k)
             added = {shard.path: shard.size for shard in shards if shard.path not in first.rows_of}
             with storage.translate_errors(f"the store {self.uri} cannot be read"):
                 filesystem = storage.open_filesystem(self.uri, self._options, added) if added else self.filesystem
@@ -308,7 +308,9 @@ def without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
     parts = [rows.filter(pa.array(wanted))]
     if stored:
         changed = np.array(list(stored))
-        parts.append(_beginning_with(rows.take(pa.array(changed)), list(stored.values()), found.provenance_of(changed)))
+        new = _beginning_with(rows.take(pa.array(changed)), list(stored.values()), found.provenance_of(changed))
+        top = found.top(snapshot.top_k, changed) if snapshot.top_k else []
+        parts.append(_top_beginning_with(new, [one for one in top if one is not None]) if top else new)
     return pa.concat_tables(parts)
 
 
@@ -324,4 +326,15 @@ def _beginning_with(rows: pa.Table, stored: list[Any], provenances: list[dict[st
     ]
     columns = {name: rows[name] for name in rows.column_names}
     columns |= {"token_logps": lists, "logp_sum": pa.array(list_sums(lists)), "provenance": pa.array(made)}
-    return pa.table(columns, schema=SCHEMA)
+    return pa.table(columns, schema=rows.schema)
+
+
+def _top_beginning_with(rows: pa.Table, stored: list[tuple[npt.NDArray[Any], ...]]) -> pa.Table:
+    """Do what `_beginning_with` does for the most probable tokens. `stored` has the TOP_COLUMNS of each row's stored values."""
+    columns = {name: rows[name] for name in rows.column_names}
+    for at, column in enumerate(TOP_COLUMNS):
+        lists = one_array(rows[column.name]).to_pylist()
+        for row, of_row in zip(lists, stored, strict=True):
+            row[: of_row[at].size] = of_row[at].ravel().tolist()
+        columns[column.name] = pa.array(lists, column.type)
+    return pa.table(columns, schema=rows.schema)

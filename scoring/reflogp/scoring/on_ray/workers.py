@@ -26,9 +26,10 @@ from reflogp.scoring.on_ray.cluster import (
 )
 from reflogp.scoring.runs.scheduler import Worker, settle
 from reflogp.scoring.runs.units import IN_FLIGHT, ScoringWorker
-from reflogp.store import LogprobTable, Reference
+from reflogp.store import Reference
 from reflogp.store.storage import is_local, split_table_uri
 from reflogp.store.texts import counted
+from reflogp.store.top import ValuesTable
 
 #: If Ray has not placed any worker, the run warns after _SAID_SECONDS and fails after _PLACE_SECONDS. A node that Ray adds
 #: takes minutes to start.
@@ -80,7 +81,7 @@ class ClusterWorkers:
         self._without_since: float | None = None
         self._said = False
 
-    def open(self, table: LogprobTable) -> None:
+    def open(self, table: ValuesTable) -> None:
         self._table_folder = table.uri
 
     def begin(self, have: int, is_any_placed: bool) -> list[Worker]:

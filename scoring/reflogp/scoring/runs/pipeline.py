@@ -27,9 +27,9 @@ import pyarrow as pa
 from reflogp.scoring.engines import Engine
 from reflogp.scoring.runs.committer import COMMIT_SECONDS, COMMIT_SEQUENCES, FIRST_COMMIT_SECONDS, Committer
 from reflogp.scoring.runs.misses import Committed, Ended, Event, Failed, Miss, Scored, Work
-from reflogp.scoring.torch_engine.sequences import Logps, Outcome, Sequence, TokenCounts
+from reflogp.scoring.torch_engine.sequences import Outcome, Sequence, TokenCounts, Values
 from reflogp.scoring.tracing import record, span
-from reflogp.store import LogprobTable
+from reflogp.store.top import ValuesTable
 
 #: Maximum number of groups waiting for the engine, and maximum number of passes waiting for a commit. A pass of 65,536 tokens
 #: takes about 1 MB of memory.
@@ -55,7 +55,7 @@ class ScoringPipeline:
     def __init__(
         self,
         engine: Engine,
-        table: LogprobTable,
+        table: ValuesTable,
         provenance: dict[str, Any],
         tell: Callable[[Event | Ended], None],
         commit_sequences: int = COMMIT_SEQUENCES,
@@ -72,7 +72,7 @@ class ScoringPipeline:
         self._groups = _Groups()
         self._passes: queue.Queue[_Pass | Ended] = queue.Queue(_PASSES)
         self._stopped = threading.Event()
-        self._done: list[tuple[Miss, Logps]] = []
+        self._done: list[tuple[Miss, Values]] = []
         self._since = 0.0
         self._threads = [
             # A copy of the context makes the threads' spans part of the caller's trace.
@@ -220,7 +220,7 @@ class ScoringPipeline:
             pa.array([miss.key for miss in misses], pa.binary()),
             [miss.sequence for miss in misses],
             np.array([miss.completion_len for miss in misses], np.int32),
-            [logps for _, logps in done],
+            [values for _, values in done],
             self.provenance,
         )
         self._next_commit_seconds, self._since = self._commit_seconds, time.monotonic()
@@ -312,10 +312,10 @@ class OwnEngine:
         self._engine: Engine | None = None
         self._pipeline: ScoringPipeline | None = None
         self._counted_before = TokenCounts()
-        self._table: LogprobTable
+        self._table: ValuesTable
         self._tell: Callable[[Event | Ended], None]
 
-    def open(self, table: LogprobTable, tell: Callable[[Event | Ended], None]) -> None:
+    def open(self, table: ValuesTable, tell: Callable[[Event | Ended], None]) -> None:
         """Set the table for the values, and the function that is called, in any thread, with what becomes of the misses."""
         self._table, self._tell = table, tell
 

@@ -21,8 +21,9 @@ from reflogp.scoring.machine import Place, exit_reason, quiet_libraries
 from reflogp.scoring.runs.calls import CalledWorker, answer_calls
 from reflogp.scoring.runs.scheduler import Worker, settled
 from reflogp.scoring.runs.units import ScoringWorker
-from reflogp.store import LogprobTable, Reference
+from reflogp.store import Reference
 from reflogp.store.storage import split_table_uri
+from reflogp.store.top import ValuesTable
 
 #: Modules that the forkserver imports once. Workers are forked from the forkserver, so a worker that replaces a lost worker
 #: does not have to import these modules again.
@@ -50,7 +51,7 @@ class LocalWorkers:
         self._threads = max(1, torch.get_num_threads() // max(1, on_the_processor))
         self._store = ""
 
-    def open(self, table: LogprobTable) -> None:
+    def open(self, table: ValuesTable) -> None:
         self._store, _ = split_table_uri(table.uri)
 
     def begin(self, have: int, is_any_placed: bool) -> list[Worker]:

@@ -28,8 +28,9 @@ from reflogp.scoring.runs.units import IN_FLIGHT, encode, split_stored
 from reflogp.scoring.runs.watch import Clock, Pulse
 from reflogp.scoring.torch_engine.sequences import TokenCounts
 from reflogp.scoring.tracing import record
-from reflogp.store import LogprobTable, ReflogpError, StoreUnavailableError, UsageError
+from reflogp.store import ReflogpError, StoreUnavailableError, UsageError
 from reflogp.store.texts import shortened_without_secrets
+from reflogp.store.top import ValuesTable
 
 #: If this many workers in a row die before they are ready, no further worker is started.
 _FAILED_STARTS = 3
@@ -87,7 +88,7 @@ class Workers(Protocol):
     def count(self) -> int:
         """Number of workers that the run has, or will have when all are started."""
 
-    def open(self, table: LogprobTable) -> None:
+    def open(self, table: ValuesTable) -> None:
         """Set the table to which the workers commit values. This method is called once, before any other method."""
 
     def begin(self, have: int, is_any_placed: bool) -> list[Worker]:
@@ -156,7 +157,7 @@ class Scheduler:
         self._check = check
         self._window = min(commit_sequences, COMMIT_SEQUENCES)
         self._unit_sequences = unit_sequences or commit_sequences
-        self._table: LogprobTable
+        self._table: ValuesTable
         self._report: Callable[[Event], None]
         self._news: queue.SimpleQueue[Event | Ended | tuple[_Member, Future[Any]]] = queue.SimpleQueue()
         self._members: list[_Member] = []
@@ -172,7 +173,7 @@ class Scheduler:
         self._busy_since = 0.0
         self._work = Work()
 
-    def open(self, table: LogprobTable, report: Callable[[Event], None]) -> None:
+    def open(self, table: ValuesTable, report: Callable[[Event], None]) -> None:
         """Set the table for the values, and the function that is called in the run's thread with what becomes of each miss.
 
         This method is called once, before any other method.

@@ -25,10 +25,10 @@ from reflogp.scoring.runs.prefetch import Prefetch
 from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages
 from reflogp.scoring.tracing import record, run_span, span
-from reflogp.store import LogprobTable, Reference, Snapshot, Store
+from reflogp.store import Reference, Store
 from reflogp.store.joins import windows_of
-from reflogp.store.snapshot import Found
 from reflogp.store.texts import counted, hide_secrets, short_repr
+from reflogp.store.top import ValuesFound, ValuesSnapshot, ValuesTable
 from reflogp.store.windows import TrainerSettings, Windows, check_truncation
 
 #: Maximum number of windows (groups of consecutive rows) that wait in the queue of Prefetch after their keys were looked up.
@@ -130,6 +130,7 @@ def score_dataset(
     settings: TrainerSettings | None = None,
     watcher: ProgressCallbacks | None = None,
     strict_engine: str | None = None,
+    top_k: int = 0,
 ) -> ScoreSummary:
     """Score those sequences of a dataset that have no log-probs in the store.
 
@@ -141,6 +142,7 @@ def score_dataset(
             scored, and with "keep_end", the last max_length tokens. ld_alpha is ignored. If `settings` is None, whole sequences
             are scored.
         strict_engine: name of the only engine whose stored values are accepted; None accepts values from any engine.
+        top_k: number of most probable tokens of each position to store too. The scheduler's engines must compute as many.
 
     Raises:
         OtherEngineError: an engine other than `strict_engine` computed a row's stored values.
@@ -159,7 +161,7 @@ def score_dataset(
         reference_id=reference.reference_id,
         store=hide_secrets(store.uri),
     ) as attributes:
-        table = store.create_table(reference)
+        table = store.values_table(reference, top_k)
         before = table.snapshot()
         summary = ScoreSummary(reference_id=reference.reference_id, snapshot=before.number, store=store.uri)
         run = _Run(table, before, scheduler, summary, watcher or ProgressCallbacks(), strict_engine)
@@ -195,11 +197,11 @@ class _Window:
 
     rows: TokenizedRows
     rows_in_all: int | None
-    looked_up: list[tuple[Windows, pa.Array, Found]]
+    looked_up: list[tuple[Windows, pa.Array, ValuesFound]]
     images: list[SequenceImages | None]
 
 
-def _looked_up(dataset: TokenizedWindows, before: Snapshot, settings: TrainerSettings) -> Iterator[_Window]:
+def _looked_up(dataset: TokenizedWindows, before: ValuesSnapshot, settings: TrainerSettings) -> Iterator[_Window]:
     """Yield the windows of a dataset, each with the values that the snapshot `before` has for the window's rows.
 
     This generator runs in its own thread.
@@ -224,8 +226,8 @@ class _Run:
 
     def __init__(
         self,
-        table: LogprobTable,
-        before: Snapshot,
+        table: ValuesTable,
+        before: ValuesSnapshot,
         scheduler: Scheduler,
         summary: ScoreSummary,
         watcher: ProgressCallbacks,
@@ -388,7 +390,7 @@ def images_for_engine(rows: TokenizedRows) -> list[SequenceImages | None]:
     return found
 
 
-def _refuse_other_engines(stored: Found, places: npt.NDArray[np.int64], engine: str) -> None:
+def _refuse_other_engines(stored: ValuesFound, places: npt.NDArray[np.int64], engine: str) -> None:
     others = {str(made.get("engine", "unknown")) for made in stored.provenances(places)} - {engine}
     if others:
         raise OtherEngineError(

@@ -28,8 +28,9 @@ from reflogp.scoring.runs.pipeline import ScoringPipeline
 from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages, TokenCounts, picture_files
 from reflogp.scoring.vision import VisionProcessor, load_processor
 from reflogp.scoring.wire import SentSequence, decode_sequences, encode_sequences, sent_images
-from reflogp.store import LogprobTable, Reference, Snapshot, Store, UsageError, describe_reference, resolve_model
+from reflogp.store import Reference, Store, UsageError, describe_reference, resolve_model
 from reflogp.store.images import pixel_digest
+from reflogp.store.top import ValuesSnapshot, ValuesTable
 
 
 @dataclass(frozen=True)
@@ -156,9 +157,7 @@ class UnitScorer:
         commit_seconds: maximum number of seconds between computing values and committing them.
     """
 
-    def __init__(
-        self, engine: Engine, table: LogprobTable, vision: VisionCache, commit_seconds: float = COMMIT_SECONDS
-    ) -> None:
+    def __init__(self, engine: Engine, table: ValuesTable, vision: VisionCache, commit_seconds: float = COMMIT_SECONDS) -> None:
         self._vision = vision
         self.provenance: dict[str, Any] = {"reflogp": version("reflogp"), **engine.provenance()}
         self._engine = engine
@@ -230,7 +229,7 @@ class UnitScorer:
             self._changed.notify_all()
 
 
-def split_stored(now: Snapshot, misses: list[Miss]) -> tuple[list[Miss], list[Miss]]:
+def split_stored(now: ValuesSnapshot, misses: list[Miss]) -> tuple[list[Miss], list[Miss]]:
     """Return the misses of which the snapshot contains all values, and the others."""
     lengths = now.stored_lengths(pa.array([miss.key for miss in misses], pa.binary()))
     stored: list[Miss] = []
@@ -290,7 +289,7 @@ class ScoringWorker:
                 f"{self.model} is a different model on this worker's machine: reference {found.reference_id}, "
                 f"not {wanted.reference_id}; use the same weights on every machine"
             )
-        table = Store(self.store)[wanted.reference_id]
+        table = Store(self.store).values_table(wanted, self.choice.top_k)
         vision = VisionCache(str(folder), self.choice.trust_remote_code)
         self._units = units = UnitScorer(self.choice.make(str(folder), wanted), table, vision)
         return units.provenance

@@ -15,7 +15,7 @@ from typing import Any
 from reflogp.scoring.errors import EngineError, WorkerGoneError
 from reflogp.scoring.runs.calls import CalledWorker
 from reflogp.scoring.runs.scheduler import Worker, settled
-from reflogp.store import LogprobTable
+from reflogp.store.top import ValuesTable
 
 #: Seconds between calls of `check` while the runner waits for a worker.
 _LOOK_SECONDS = 0.2
@@ -72,7 +72,7 @@ class LentWorkers:
                 self._gone[number] = WorkerGoneError(reason, blamed)
             self._changed.notify_all()
 
-    def open(self, table: LogprobTable) -> None:
+    def open(self, table: ValuesTable) -> None:
         """Does nothing, because each worker opens the table by itself; see Workers.open."""
 
     def begin(self, have: int, is_any_placed: bool) -> list[Worker]:

@@ -213,7 +213,9 @@ def _attempt(
     with open_dataset(order, context, job.check) as (dataset, _):
         scheduler = Scheduler(workers=workers, check=job.check)
         try:
-            summary = score_dataset(dataset, store, reference, scheduler, settings=settings, watcher=progress)
+            summary = score_dataset(
+                dataset, store, reference, scheduler, settings=settings, watcher=progress, top_k=order.top_k
+            )
         finally:
             scheduler.close()  # gives the workers back
         with span("write result"):

@@ -22,6 +22,7 @@ class JobOrder:
             may be able to write to a root folder, but not to the service's own folder.
         format: format of the rows, or None to detect it.
         max_length, truncation_mode, ld_alpha: see TrainerSettings.
+        top_k: number of most probable tokens that the workers compute for each position.
         result, report: paths of the job's result, which the runner writes, and of its report.
         request, traceparent: X-Request-Id and W3C trace context of the request that submitted the job, or None if unknown.
     """
@@ -39,6 +40,7 @@ class JobOrder:
     max_length: int | None
     truncation_mode: str
     ld_alpha: float | None
+    top_k: int
     result: str
     report: str
     request: str | None

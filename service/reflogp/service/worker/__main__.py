@@ -24,7 +24,6 @@ import time
 import traceback
 from typing import Any, BinaryIO
 
-import numpy as np
 import torch
 
 from reflogp.scoring import tracing
@@ -41,7 +40,6 @@ from reflogp.service.worker.units import UnitServer
 from reflogp.service.worker.write_back import WriteBack
 from reflogp.store import (
     ContentMismatchError,
-    LogprobTable,
     Reference,
     ReflogpError,
     Store,
@@ -50,6 +48,7 @@ from reflogp.store import (
 )
 from reflogp.store.schema import stream_bytes
 from reflogp.store.texts import counted, shortened_without_secrets
+from reflogp.store.top import ValuesTable
 
 logger = logging.getLogger("reflogp.worker")
 
@@ -83,7 +82,7 @@ class Worker:
         self.loop = EngineLoop(
             engines, lambda ids: self.send({"op": "round", "ids": ids}), self._answer, configuration.window_seconds
         )
-        self._write_back = WriteBack(self._store, self._reference)
+        self._write_back = WriteBack(self._table)
         self._writes: set[str] = set()
         self._units = UnitServer(configuration.address, self.loop, self._table, self._vision, configuration.commit_seconds)
         self._ending = False
@@ -198,11 +197,11 @@ class Worker:
             self._writes.discard(request.id)
             if answer.engine is not None:
                 pairs = zip(request.sequences, request.outcomes, strict=True)
-                good = [(sequence, outcome) for sequence, outcome in pairs if isinstance(outcome, np.ndarray)]
+                good = [(sequence, outcome) for sequence, outcome in pairs if not isinstance(outcome, str | None)]
                 self._write_back.put(request.reference_id, {"online": True, **answer.engine.provenance()}, good)
 
-    def _table(self, reference_id: str) -> LogprobTable:
-        return self._store.create_table(self._reference(reference_id))
+    def _table(self, reference_id: str) -> ValuesTable:
+        return self._store.values_table(self._reference(reference_id), self._models(reference_id).engine["top_k"])
 
     def _models(self, reference_id: str) -> ModelConfig:
         return self._configuration.models[reference_id]

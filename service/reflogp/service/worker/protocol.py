@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
+from reflogp.scoring.torch_engine.sequences import token_logps_of
 from reflogp.store.schema import one_array
 
 
@@ -91,13 +92,12 @@ def table_of(body: bytes) -> pa.Table:
 def outcomes_table(outcomes: list[Any]) -> pa.Table:
     """Return the outcomes as a table with schema OUTCOMES.
 
-    Each outcome is a float32 array with the log-probs of one sequence's completion tokens, or an error message.
+    Each outcome is the values of one sequence, or an error message.
     """
-    good = [outcome for outcome in outcomes if not isinstance(outcome, str)]
-    lengths = np.array([0 if isinstance(outcome, str) else len(outcome) for outcome in outcomes], np.int64)
+    logps = [np.zeros(0, np.float32) if isinstance(outcome, str) else token_logps_of(outcome) for outcome in outcomes]
     offsets = np.zeros(len(outcomes) + 1, np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    values = pa.array(np.concatenate(good) if good else np.zeros(0, np.float32), pa.float32())
+    np.cumsum(list(map(len, logps)), out=offsets[1:])
+    values = pa.array(np.concatenate([np.zeros(0, np.float32), *logps]), pa.float32())
     mask = pa.array([isinstance(outcome, str) for outcome in outcomes], pa.bool_())
     return pa.table(
         [

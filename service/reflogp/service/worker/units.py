@@ -22,7 +22,7 @@ from reflogp.scoring.runs.units import UnitScorer, VisionCache
 from reflogp.scoring.torch_engine import Outcome, Sequence
 from reflogp.scoring.torch_engine.sequences import TokenCounts
 from reflogp.service.worker.engine_loop import DeviceLostError, EngineLoop, ModelUnloadedError
-from reflogp.store import LogprobTable
+from reflogp.store.top import ValuesTable
 
 logger = logging.getLogger("reflogp.worker")
 
@@ -78,7 +78,7 @@ class UnitServer:
         self,
         address: str,
         loop: EngineLoop,
-        open_table: Callable[[str], LogprobTable],
+        open_table: Callable[[str], ValuesTable],
         vision: Callable[[str], VisionCache],
         commit_seconds: float,
     ) -> None:

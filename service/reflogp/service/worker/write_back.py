@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from reflogp.scoring.runs.committer import Committer
-from reflogp.scoring.torch_engine import Sequence
-from reflogp.store import Reference, ReflogpError, Store, sequence_keys
+from reflogp.scoring.torch_engine.sequences import Sequence, Values
+from reflogp.store import ReflogpError, sequence_keys
 from reflogp.store.texts import counted
+from reflogp.store.top import ValuesTable
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +29,13 @@ _SECONDS, _SEQUENCES = 2.0, 4096
 _MOST_TOKENS = 8 << 20
 
 
-def _copied(scored: tuple[Sequence, npt.NDArray[np.float32]]) -> tuple[Sequence, npt.NDArray[np.float32]]:
-    """Return the same pair of sequence and log-probs, with a copy of the sequence.
+def _copied(scored: tuple[Sequence, Values]) -> tuple[Sequence, Values]:
+    """Return the same pair of sequence and values, with a copy of the sequence.
 
     The copy is needed because the original sequence is a view that keeps its whole request in memory.
     """
-    sequence, logps = scored
-    return Sequence(np.array(sequence.prompt_ids, np.int32), np.array(sequence.completion_ids, np.int32)), logps
+    sequence, values = scored
+    return Sequence(np.array(sequence.prompt_ids, np.int32), np.array(sequence.completion_ids, np.int32)), values
 
 
 class WriteBack:
@@ -43,23 +43,20 @@ class WriteBack:
 
     Args:
         store: store that values are committed to.
-        reference_of: function that takes a reference id and returns the reference model.
+        table_of: function that takes a reference id and returns the table for its values.
     """
 
-    def __init__(self, store: Store, reference_of: Callable[[str], Reference]) -> None:
-        self._store = store
-        self._reference_of = reference_of
+    def __init__(self, table_of: Callable[[str], ValuesTable]) -> None:
+        self._table_of = table_of
         self._commits: dict[str, Committer] = {}
-        self._waiting: dict[str, tuple[dict[str, Any], list[tuple[Sequence, npt.NDArray[np.float32]]]]] = {}
+        self._waiting: dict[str, tuple[dict[str, Any], list[tuple[Sequence, Values]]]] = {}
         self._changed = threading.Condition()
         self._tokens = 0  # total number of tokens of the sequences that are waiting or being committed
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="write-back", daemon=True)
         self._thread.start()
 
-    def put(
-        self, reference_id: str, provenance: dict[str, Any], scored: list[tuple[Sequence, npt.NDArray[np.float32]]]
-    ) -> None:
+    def put(self, reference_id: str, provenance: dict[str, Any], scored: list[tuple[Sequence, Values]]) -> None:
         """Queue values for the next commit. The values must have been computed at temperature 1.
 
         If earlier values are still waiting or being committed, and the new values would bring the total above _MOST_TOKENS
@@ -107,14 +104,12 @@ class WriteBack:
     def _is_due(self) -> bool:
         return self._closing or any(len(scored) >= _SEQUENCES for _, scored in self._waiting.values())
 
-    def _commit(
-        self, reference_id: str, provenance: dict[str, Any], scored: list[tuple[Sequence, npt.NDArray[np.float32]]]
-    ) -> None:
+    def _commit(self, reference_id: str, provenance: dict[str, Any], scored: list[tuple[Sequence, Values]]) -> None:
         if reference_id not in self._commits:
-            self._commits[reference_id] = Committer(self._store.create_table(self._reference_of(reference_id)))
+            self._commits[reference_id] = Committer(self._table_of(reference_id))
         sequences = [sequence for sequence, _ in scored]
         prompts = [np.asarray(sequence.prompt_ids, np.int64) for sequence in sequences]
         completions = [np.asarray(sequence.completion_ids, np.int64) for sequence in sequences]
         lengths = np.array([len(completion) for completion in completions], np.int32)
         keys = sequence_keys(prompts, completions)
-        self._commits[reference_id].commit(keys, sequences, lengths, [logps for _, logps in scored], provenance)
+        self._commits[reference_id].commit(keys, sequences, lengths, [values for _, values in scored], provenance)

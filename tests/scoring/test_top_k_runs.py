@@ -1,0 +1,167 @@
+"""Runs with `top_k`: what is stored, what is a hit, and by which engines, beside plain forwards of the model."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from reflogp.scoring import EngineChoice, score
+from reflogp.store import ReferenceNotFoundError, Store, UsageError, import_folder, sequence_keys
+from reflogp.store.schema import shard_table
+from tests.conftest import plain_token_logps, write_rows
+from tests.service.serving import token_rows
+
+K = 5
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return token_rows(12, seed=4)
+
+
+@pytest.fixture(scope="module")
+def plain(reference_folder):
+    return AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32).eval()
+
+
+def keys_of(rows) -> pa.Array:
+    return sequence_keys([row["prompt_ids"] for row in rows], [row["chosen_ids"] for row in rows])
+
+
+@torch.inference_mode()
+def best(model, prompt, completion, k) -> torch.return_types.topk:
+    logits = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+    return torch.topk(torch.log_softmax(logits, 1), k)
+
+
+def require_right(table, rows, model, k=K) -> None:
+    """The stored tokens and values are those of plain forwards; float16 keeps 11 bits."""
+    stored = table.snapshot().find(keys_of(rows)).top(k)
+    for row, (ids, logps) in zip(rows, stored, strict=True):
+        right = best(model, row["prompt_ids"], row["chosen_ids"], k)
+        assert ids.tolist() == right.indices.tolist()
+        assert np.allclose(logps, right.values.numpy(), rtol=2**-10, atol=1e-5)
+
+
+def test_a_table_that_was_scored_for_dpo_gets_only_the_most_probable_tokens(tmp_path, reference_folder, rows, plain):
+    model, store = str(reference_folder), Store(tmp_path / "store")
+    assert score(model, rows, store, dtype="float32").scored == 24
+    [reference] = store.references()
+    before = store[reference].snapshot()
+    values = before.token_logps(keys_of(rows))
+    found = score(model, rows, store, dtype="float32", top_k=K)
+    assert (found.hits, found.scored) == (0, 24)
+    assert store[reference].totals()[1] == 24  # no value was added or replaced
+    assert all(map(np.array_equal, values, store[reference].snapshot().token_logps(keys_of(rows))))
+    require_right(store.top_table(reference, K), rows, plain)
+    for k, hits in ((K, 24), (2, 0), (0, 24)):
+        again = score(model, rows, store, dtype="float32", top_k=k)
+        assert (again.hits, again.scored) == (hits, 24 - hits)
+
+
+def test_a_smaller_k_reads_a_prefix_and_a_larger_one_is_a_miss(tmp_path, reference_folder, rows, plain):
+    store = Store(tmp_path / "store")
+    score(str(reference_folder), rows, store, dtype="float32", top_k=K)
+    [reference] = store.references()
+    assert [table.top_k for table in store.tables(reference)] == [0, K]
+    require_right(store.top_table(reference, 2), rows, plain, 2)
+    with pytest.raises(ReferenceNotFoundError, match=r"\(it has: 5\): score with --top-k 9"):
+        store.top_table(reference, 9)
+    with pytest.raises(UsageError, match="the table has the 5 most probable tokens of each position, not 9"):
+        store.top_table(reference, K).snapshot().find(keys_of(rows)).top(9)
+
+
+def test_a_longer_row_begins_with_the_shorter_one(tmp_path, reference_folder, rows):
+    model, store = str(reference_folder), Store(tmp_path / "store")
+    longest = max(len(row["prompt_ids"]) + len(row["chosen_ids"]) for row in rows)
+    score(model, rows, store, dtype="float32", max_length=longest - 2, top_k=K)
+    [reference] = store.references()
+    table = store.top_table(reference, K)
+    short = table.snapshot().find(keys_of(rows)).top(K)
+    score(model, rows, store, dtype="float32", top_k=K)
+    whole = table.snapshot().find(keys_of(rows)).top(K)
+    assert any(now is not None and was is not None and len(was[0]) < len(now[0]) for was, now in zip(short, whole, strict=True))
+    for was, now in zip(short, whole, strict=True):
+        if was is not None:
+            assert all(np.array_equal(old, new[: len(old)]) for old, new in zip(was, now, strict=True))
+    rows_before = len(table.snapshot())
+    table.compact()
+    assert len(table.snapshot()) < rows_before
+    compacted = table.snapshot().find(keys_of(rows)).top(K)
+    assert all(np.array_equal(*pair) for was, now in zip(whole, compacted, strict=True) for pair in zip(was, now, strict=True))
+
+
+def test_what_is_committed_first_stays(tmp_path, reference_folder):
+    """Another writer's longer row takes over the values that are there, ids and log-probs of most probable tokens too."""
+    store = Store(tmp_path / "store")
+    score(str(reference_folder), token_rows(1, seed=1), store, dtype="float32")
+    [reference] = store.references()
+    table, key = store.create_table(reference, 2), sequence_keys([[1]], [[2, 3]])
+
+    def add(*tokens):
+        logps, ids, tops = zip(*tokens, strict=True)
+        top = (
+            pa.array([[of for one in ids for of in one]], pa.list_(pa.int32())),
+            pa.array([[of for one in tops for of in one]]),
+        )
+        one, two = np.array([1], np.int32), np.array([2], np.int32)
+        table.append(shard_table(key, one, two, pa.array([logps], pa.list_(pa.float32())), {"engine": "test"}, top))
+
+    add((-1.0, (5, 6), (-0.5, -1.0)))
+    add((-1.25, (7, 5), (-0.25, -1.5)), (-2.0, (8, 9), (-0.125, -3.0)))
+    [(ids, logps)] = table.snapshot().find(key).top(2)
+    assert ids.tolist() == [[5, 6], [8, 9]] and logps.tolist() == [[-0.5, -1.0], [-0.125, -3.0]]
+    assert table.verify() == []
+
+
+def test_rows_that_contradict_themselves_are_refused(tmp_path, reference_folder):
+    store = Store(tmp_path / "store")
+    score(str(reference_folder), token_rows(1, seed=1), store, dtype="float32")
+    table = store.create_table(store.references()[0], 2)
+    one, value = np.array([1], np.int32), pa.array([[-1.0]], pa.list_(pa.float32()))
+    key = sequence_keys([[1]], [[2]])
+    ids, logps = pa.array([[5, 6]], pa.list_(pa.int32())), pa.array([[-0.5, -1.0]], pa.list_(pa.float32()))
+    for top, problem in (
+        ((ids, pa.array([[-0.5]], pa.list_(pa.float32()))), "top_logps does not have 2 entries"),
+        ((pa.array([[5]], pa.list_(pa.int32())), logps), "top_ids does not have 2 entries"),
+        ((ids, pa.array([[np.nan, -1.0]], pa.list_(pa.float32()))), "non-finite"),
+        (None, "columns have wrong names"),
+    ):
+        with pytest.raises(UsageError, match=problem):
+            table.append(shard_table(key, one, one, value, {"engine": "test"}, top))
+
+
+def test_an_export_takes_the_most_probable_tokens_along(tmp_path, reference_folder, rows, plain):
+    store, other = Store(tmp_path / "store"), Store(tmp_path / "other")
+    score(str(reference_folder), rows, store, dtype="float32", top_k=K)
+    [reference] = store.references()
+    store.top_table(reference, K).export(str(tmp_path / "export"))
+    imported = import_folder(other, str(tmp_path / "export"))
+    assert (imported.rows, imported.written) == (24, 24)
+    require_right(other.top_table(reference, K), rows, plain)
+    score_again = score(str(reference_folder), rows, other, dtype="float32")
+    assert score_again.scored == 0  # log-probs for DPO came along
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])
+def test_the_command_line_and_local_workers(devices, reflogp, tmp_path, reference_folder, rows, plain):
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    common = ("score", reference_folder, file, "--store", tmp_path / "store", "--dtype", "float32", "--json")
+    code, out, err = reflogp(*common, "--top-k", K, "--devices", devices)
+    assert code == 0, err
+    assert json.loads(out)["scored"] == 24
+    store = Store(tmp_path / "store")
+    require_right(store.top_table(store.references()[0], K), rows, plain)
+    values = store[store.references()[0]].snapshot().token_logps(keys_of(rows))
+    for row, found in zip(rows, values, strict=True):
+        assert found == pytest.approx(plain_token_logps(plain, row["prompt_ids"], row["chosen_ids"]), abs=1e-4)
+
+
+def test_other_engines_say_so(tmp_path, reference_folder, rows):
+    engine = EngineChoice("remote", url="http://127.0.0.1:9")
+    with pytest.raises(UsageError, match="top_k 3: the remote engine does not compute it; use the torch engine"):
+        score(str(reference_folder), rows, tmp_path / "store", dtype="float32", engine=engine, top_k=3)
