@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from reflogp.store.texts import counted, short_repr
 
-Format: TypeAlias = Literal["preference", "kto", "tokens"]
+Format: TypeAlias = Literal["preference", "kto", "sft", "tokens"]
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
 #: The states of a job that has ended.
 FINAL_STATES: tuple[JobState, ...] = ("done", "failed", "cancelled")

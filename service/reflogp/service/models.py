@@ -80,7 +80,7 @@ class DatasetSpec(BaseModel):
 class JobOptions(BaseModel):
     """The settings of a job that have defaults. Those that also exist in the configs of TRL's trainers have the same names."""
 
-    format: Literal["preference", "kto", "tokens"] | None = Field(
+    format: Literal["preference", "kto", "sft", "tokens"] | None = Field(
         None, description="Format of the rows. If null, the format is detected from the columns."
     )
     max_length: int | None = Field(

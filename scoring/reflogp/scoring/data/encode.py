@@ -1,10 +1,10 @@
 """Encode examples as token ids in the same way as TRL.
 
-The rules are the same as in TRL 1.16 (trl/trainer/dpo_trainer.py and kto_trainer.py, `_prepare_dataset`). An EOS token is added
-only to plain-text completions that do not already end with one. For each completion, two texts are tokenized: the prompt, and
-the prompt followed by the completion. The completion starts after the longest common prefix of the two lists of tokens. If the
-two completions of a pair would start at different positions, both completions start at the earlier position. Prompt tokens from
-this position on are dropped. This module does not import trl.
+The rules are the same as in TRL 1.16 (`_prepare_dataset` in trl/trainer/dpo_trainer.py, kto_trainer.py and sft_trainer.py). An
+EOS token is added only to plain-text completions that do not already end with one. For each completion, two texts are
+tokenized: the prompt, and the prompt followed by the completion. The completion starts after the longest common prefix of the
+two lists of tokens. If the two completions of a pair would start at different positions, both completions start at the earlier
+position. Prompt tokens from this position on are dropped. This module does not import trl.
 
 Chat templates are rendered one row at a time. Their texts are encoded in batches, which a fast tokenizer divides among threads
 of its own, so that one process keeps several cores busy.
@@ -136,6 +136,9 @@ def encode(rendered: list[list[Any] | RowError], tokenizer: PreTrainedTokenizerB
             outcome.append(parts)
             continue
         prompt, *whole = [next(encoded) for _ in parts]
+        if not whole:
+            outcome.append((prompt[:1], (prompt[1:],)))
+            continue
         cut = min(common_prefix(prompt, sequence) for sequence in whole)
         completions = tuple(sequence[cut:] for sequence in whole)
         outcome.append((prompt[:cut], completions))
@@ -163,8 +166,9 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     """Render the prompt and, for each completion, the prompt followed by that completion.
 
     Returns:
-        One entry for the prompt, followed by one for each completion. An entry is a text to encode, or a list of token ids if
-        the example is conversational and the tokenizer's class overrides `apply_chat_template`.
+        One entry for the prompt, followed by one for each completion; or one for a whole sequence. An entry is a text to
+        encode, or a list of token ids if the example is conversational and the tokenizer's class overrides
+        `apply_chat_template`.
 
     Raises:
         RowError: the chat template fails for the example, or rendering takes too much memory.
@@ -178,6 +182,8 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
                 "tokenizer_config.json, or use conversational data"
             )
         ended = [c if c.endswith(eos) else c + eos for c in example.completions]
+        if example.prompt is None:
+            return [_Text(text, True) for text in ended]
         return [_Text(text, True) for text in (example.prompt, *(example.prompt + c for c in ended))]
     if not tokenizer.chat_template and _renders_by_template(tokenizer):
         raise TokenizerError(
@@ -185,6 +191,8 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
         )
     kwargs = example.template_kwargs
     try:
+        if example.prompt is None:
+            return [_render(tokenizer, messages, **kwargs) for messages in example.completions]
         return [
             _render(tokenizer, example.prompt, add_generation_prompt=True, **kwargs),
             *(_render(tokenizer, example.prompt + c, **kwargs) for c in example.completions),

@@ -1,4 +1,4 @@
-"""Convert the columns of a preference pair, a KTO row or a row of token ids into examples.
+"""Convert the columns of a preference pair, a KTO row, a row for supervised fine-tuning or a row of token ids into examples.
 
 Pairs and KTO rows are plain text or conversations. In a pair without a prompt column, the prompt is implicit: the beginning
 that chosen and rejected have in common. Pairs and KTO rows are interpreted as in TRL 1.16 (trl/data_utils.py:
@@ -21,13 +21,18 @@ from reflogp.scoring.errors import DatasetError
 from reflogp.store.images import IMAGE_COLUMNS, MESSAGE_COLUMNS, media_of
 from reflogp.store.texts import shortened, shortened_names
 
-Format = Literal["preference", "kto", "tokens"]
+Format = Literal["preference", "kto", "sft", "tokens"]
 FORMATS = get_args(Format)
 #: (token ids of the prompt, (token ids of each completion, …)).
 Tokens = tuple[list[int], tuple[list[int], ...]]
 
 #: Columns, apart from those with images, that determine the token ids of a pair or a KTO row.
-TEXT_COLUMNS = ("prompt", "chosen", "rejected", "completion", "tools", "chat_template_kwargs")
+TEXT_COLUMNS = (
+    *("prompt", "chosen", "rejected", "completion", "tools", "chat_template_kwargs"),
+    *("messages", "conversations", "text"),
+)
+#: Columns that are a whole sequence for supervised fine-tuning (TRL's SFTTrainer), in the order in which they are looked for.
+_WHOLE = ("messages", "conversations", "text")
 #: Parameters of apply_chat_template that only pass data to the template. A row's chat_template_kwargs may set them.
 _DATA_PARAMETERS = frozenset({"tools", "documents"})
 #: A conversation that was written into one cell, as JSON or in Python's notation (which pandas writes into CSV files).
@@ -47,6 +52,7 @@ class Example:
     """A prompt and its completions, as text or as messages: (chosen, rejected) of a pair, or (completion,) of a KTO example.
 
     Attributes:
+        prompt: None if the completion is a whole sequence, whose first token is then the prompt.
         template_kwargs: variables for the chat template in addition to the messages: `tools` and the row's
             chat_template_kwargs. Parameters of apply_chat_template that change the template, the encoding or the rendered
             messages are never included.
@@ -77,12 +83,15 @@ def detect_format(columns: dict[str, Any]) -> Format:
         return "preference"
     if {"prompt", "completion"} <= names:
         return "kto"
+    if not names.isdisjoint(_WHOLE):
+        return "sft"
     shown = shortened_names(sorted(map(str, names))) or "(none)"
     if len(names) == 1 and (problem := other_delimiter(str(*names))):
         raise DatasetError(problem)
     raise DatasetError(
         f"columns {shown} match no known format; expected chosen, rejected and optionally prompt; or prompt, "
-        "completion and label; or prompt_ids, chosen_ids and rejected_ids; or prompt_ids and completion_ids"
+        "completion and label; or messages, conversations or text; or prompt_ids, chosen_ids and rejected_ids; or "
+        "prompt_ids and completion_ids"
     )
 
 
@@ -110,6 +119,8 @@ def examples_of(columns: dict[str, Any], form: Format, images: bool = False) -> 
     """
     if not images:
         require_text(columns)
+    if form == "sft" and "completion" not in columns:
+        return [Example(None, (_whole(columns),), _template_kwargs(columns))]
     pair = form == "preference" or "completion" not in columns
     names = ("chosen", "rejected") if pair else ("completion",)
     for name in names if "prompt" not in columns and pair else ("prompt", *names):
@@ -135,6 +146,22 @@ def examples_of(columns: dict[str, Any], form: Format, images: bool = False) -> 
     if pair and form == "kto":
         return [Example(prompt, (completion,), kwargs) for completion in completions]
     return [Example(prompt, completions, kwargs)]
+
+
+def _whole(columns: dict[str, Any]) -> Any:
+    """Return a row's whole sequence, a text or a list of messages. Messages may have `from` and `value`, as in TRL."""
+    name = next(name for name in _WHOLE if name in columns)
+    value = columns[name]
+    if value is None:
+        raise RowError(f"{name} is null or missing")
+    if name == "text":
+        _check_type(name, value, False)
+        return value
+    if isinstance(value, list) and all(isinstance(message, dict) for message in value):
+        names = {"from": "role", "value": "content"}
+        value = [{names.get(key, key): content for key, content in message.items()} for message in value]
+    _check_type(name, value, True)
+    return value
 
 
 def split_implicit_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
@@ -249,6 +276,8 @@ def dataset_notes(rows: list[dict[str, Any]], tokenizer: Any) -> tuple[str, ...]
     `rows` are its first rows, and `tokenizer` is None if a processor makes the tokens.
     """
     columns = [name for name in ("prompt", "chosen", "rejected", "completion") if any(name in row for row in rows)]
+    is_whole = not set(columns) - {"prompt"}
+    columns = columns if not is_whole else [name for name in _WHOLE if any(name in row for row in rows)]
     notes = []
     texts = {name: [row[name] for row in rows if isinstance(row.get(name), str)] for name in columns}
     as_text = [name for name in columns if any(map(_MESSAGES_AS_TEXT.match, texts[name]))]
@@ -265,12 +294,12 @@ def dataset_notes(rows: list[dict[str, Any]], tokenizer: Any) -> tuple[str, ...]
             "a text"
         )
     others = sorted({str(name) for row in rows for name, value in row.items() if isinstance(value, str)} - set(columns))
-    if others and all(_has_no_prompt(row) for row in rows):
+    if not is_whole and others and all(_has_no_prompt(row) for row in rows):
         notes.append(
             "the rows have no prompt: prompts are read from a column named prompt, but the file has "
             f"{shortened_names(others)}; rename the column with the prompts"
         )
-    elif others and not any("prompt" in row for row in rows) and any(_has_no_prompt(row) for row in rows):
+    elif not is_whole and others and not any("prompt" in row for row in rows) and any(_has_no_prompt(row) for row in rows):
         notes.append(
             "the rows have no column named prompt: as in TRL, what chosen and rejected begin with is their prompt; if "
             f"{shortened_names(others)} has the prompts, rename it"

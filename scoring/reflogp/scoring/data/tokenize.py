@@ -102,7 +102,7 @@ def tokenize_dataset(
 
     Args:
         tokenizer: the reference model's tokenizer; may be None for the tokens format.
-        form: "preference", "kto" or "tokens"; None to detect the format from the first row whose columns match a format.
+        form: "preference", "kto", "sft" or "tokens"; None to detect the format from the first row whose columns match a format.
         window: maximum number of rows in each yielded item.
         begin: function that is called with a row's number before work on this row alone begins, and with None before work on
             several rows begins. It can stop the work by raising an error.
@@ -160,13 +160,14 @@ def _settle(form: Format | None, rows: list[dict[str, Any]]) -> tuple[Format, tu
     """Return the dataset's format, and the names of the completion columns.
 
     They are determined by the first row whose columns match `form` (any format if `form` is None). If
-    `form` is "kto", pairs match it too. If no row matches, raises DatasetError with the problem of the first row.
+    `form` is "kto", pairs match it too; if it is "sft", rows with a prompt and a completion do. If no row matches, raises
+    DatasetError with the problem of the first row.
     """
     error: DatasetError | None = None
     for columns in rows:
         try:
             found = detect_format(columns)
-            if form is not None and form != found and (form, found) != ("kto", "preference"):
+            if form is not None and form != found and (form, found) not in (("kto", "preference"), ("sft", "kto")):
                 raise DatasetError(
                     f"expected rows in the format {form!r}, but the columns {shortened_names(list(columns))} match {found!r}"
                 )
