@@ -29,6 +29,7 @@ from reflogp.service.pool import Pool, WorkerHandle
 from reflogp.service.precompute import Precompute
 from reflogp.service.registry import ReferenceRegistry, with_dtypes
 from reflogp.service.request_ids import RequestIds
+from reflogp.service.routes.completions import completions_router
 from reflogp.service.routes.health import health_router
 from reflogp.service.routes.jobs import jobs_router
 from reflogp.service.routes.lookups import lookups_router
@@ -136,6 +137,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
     app.include_router(health_router(context, pool))
     app.include_router(lookups_router(context))
     app.include_router(scores_router(context))
+    app.include_router(completions_router(context))
     app.include_router(jobs_router(context))
     app.include_router(uploads_router(context))
     app.include_router(pages_router(context))

@@ -91,15 +91,15 @@ def require_type(request: Request, *accepted: str) -> str:
     return kind
 
 
-async def read_json(request: Request, model: type[Model], max_bytes: int) -> Model:
-    """Read a JSON body of at most _MAX_JSON_BYTES and at most `max_bytes`, and return it as a pydantic model.
+async def read_json(request: Request, model: type[Model], max_bytes: int, most: int = _MAX_JSON_BYTES) -> Model:
+    """Read a JSON body of at most `most` and at most `max_bytes` bytes, and return it as a pydantic model.
 
     Raises:
         Problem: 415 if the media type is not JSON, 422 if the body does not match the model or has more than _MAX_JSON_PARTS
             parts; also any problem that `read_body` raises.
     """
     require_type(request, JSON)
-    body = await read_body(request, min(max_bytes, _MAX_JSON_BYTES), _SEND_ARROW)
+    body = await read_body(request, min(max_bytes, most), _SEND_ARROW)
     return await decoded(lambda body: _json_model(body, model), body)
 
 

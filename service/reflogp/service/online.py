@@ -23,7 +23,7 @@ from reflogp.service.problems import Problem
 from reflogp.service.registry import ReferenceRegistry
 from reflogp.service.request_ids import request_id
 from reflogp.service.settings import ServerSettings
-from reflogp.service.worker.protocol import MASKED_SEQUENCES, OUTCOMES, table_of, token_count
+from reflogp.service.worker.protocol import MASKED_SEQUENCES, OUTCOMES, TOP_OUTCOMES, table_of, token_count
 from reflogp.store import ReferenceNotFoundError, StoreUnavailableError, UsageError, sequence_keys
 from reflogp.store.schema import one_array, stream_bytes
 
@@ -48,7 +48,8 @@ class Scored:
     """The result of a scoring request.
 
     Attributes:
-        outcomes: table with the schema worker.protocol.OUTCOMES. It has one row per sequence, in the order of the request.
+        outcomes: table with the schema worker.protocol.OUTCOMES, or TOP_OUTCOMES if most probable tokens were requested. It has
+            one row per sequence, in the order of the request.
         hits: number of sequences found in the store.
         engine_seconds: seconds from the start of the computation to the request's last outcome, or 0 if nothing was computed.
             If the worker computes several requests together, the time can include work on the other requests.
@@ -119,6 +120,7 @@ class OnlineScoring:
         cache_read: bool,
         cache_write: bool,
         deadline_seconds: float,
+        top_k: int = 0,
     ) -> Scored:
         """Score sequences. Cancelling the calling task also cancels the request.
 
@@ -131,6 +133,8 @@ class OnlineScoring:
             cache_read: whether to return stored values instead of computing them.
             cache_write: whether to store computed values.
             deadline_seconds: maximum time to wait for the values, in seconds.
+            top_k: number of most probable tokens of each position to return too, at most the `top_k` in the reference's
+                settings. Temperature must be 1.
 
         Raises:
             ReferenceNotFoundError: the service has no model for the reference (404).
@@ -142,22 +146,22 @@ class OnlineScoring:
         deadline = time.monotonic() + deadline_seconds
         model = self._registry.model_of(reference)
         if not len(sequences):
-            return Scored(OUTCOMES.empty_table(), model.reference_id, 0, 0.0, 0.0, None)
+            return Scored((TOP_OUTCOMES if top_k else OUTCOMES).empty_table(), model.reference_id, 0, 0.0, 0.0, None)
         if temperature != 1.0 and not self._registry.supports_temperature(model.reference_id):
             raise UsageError(f"temperature {temperature}: the engine of {reference!r} supports only temperature 1")
         known: list[Any] = [None] * len(sequences)
         snapshot = None
         storable = temperature == 1.0 and sequences.schema.names != MASKED_SEQUENCES.names
         if cache_read and storable:
-            known, snapshot = await self._stored(model.reference_id, sequences, deadline)
+            known, snapshot = await self._stored(model.reference_id, sequences, top_k, deadline)
         missing = [at for at, values in enumerate(known) if values is None]
         hits = len(sequences) - len(missing)
         self._metrics.sequences.labels("online", "hit").inc(hits)
         if not missing:
-            outcomes = pa.table([pa.array(known, OUTCOMES.field(0).type), pa.nulls(len(known), pa.string())], schema=OUTCOMES)
+            outcomes = _merged(known, [], (TOP_OUTCOMES if top_k else OUTCOMES).empty_table())
             return Scored(outcomes, model.reference_id, hits, 0.0, 0.0, snapshot)
         asked = sequences if not hits else sequences.take(pa.array(missing))
-        message, body = await self._ask(model.reference_id, asked, temperature, cache_write and storable, deadline)
+        message, body = await self._ask(model.reference_id, asked, temperature, cache_write and storable, deadline, top_k)
         outcomes = table_of(body)
         self._metrics.sequences.labels("online", "scored").inc(outcomes["error"].null_count)
         if hits:
@@ -209,7 +213,7 @@ class OnlineScoring:
         return blame
 
     async def _ask(
-        self, reference_id: str, sequences: pa.Table, temperature: float, write: bool, deadline: float
+        self, reference_id: str, sequences: pa.Table, temperature: float, write: bool, deadline: float, top_k: int
     ) -> tuple[dict[str, Any], bytes]:
         tokens = token_count(sequences)
         worker = self._worker_for(reference_id, tokens)
@@ -222,6 +226,7 @@ class OnlineScoring:
             "temperature": temperature,
             "alone": False,
             "write": write,
+            "top_k": top_k,
             "deadline_seconds": deadline - time.monotonic(),
         }
         answer: asyncio.Future[tuple[dict[str, Any], bytes]] = asyncio.get_running_loop().create_future()
@@ -303,14 +308,16 @@ class OnlineScoring:
                 {"Retry-After": "10"},
             )
 
-    async def _stored(self, reference_id: str, sequences: pa.Table, deadline: float) -> tuple[list[Any], int | None]:
+    async def _stored(
+        self, reference_id: str, sequences: pa.Table, top_k: int, deadline: float
+    ) -> tuple[list[Any], int | None]:
         """Look up sequences as `_look_up` does. If the store does not answer, no sequence counts as stored: all are scored."""
         nothing: tuple[list[Any], int | None] = [None] * len(sequences), None
         if self._registry.away:
             return nothing
         try:
             async with asyncio.timeout(min(_LOOK_UP_SECONDS, (deadline - time.monotonic()) / 2)):
-                return await self._registry.threads.run(self._look_up, reference_id, sequences)
+                return await self._registry.threads.run(self._look_up, reference_id, sequences, top_k)
         except TimeoutError:
             why = "a look-up in the store takes long"
         except StoreUnavailableError as error:
@@ -320,25 +327,26 @@ class OnlineScoring:
             logger.warning("online requests are scored without looking their sequences up: %s", why)
         return nothing
 
-    def _look_up(self, reference_id: str, sequences: pa.Table) -> tuple[list[Any], int | None]:
+    def _look_up(self, reference_id: str, sequences: pa.Table, top_k: int) -> tuple[list[Any], int | None]:
         """Look up sequences in the store.
 
-        Return a list with the values of each sequence (None if they are not stored), and the number of the snapshot
+        Return a list with the value columns of each sequence (None if they are not stored), and the number of the snapshot
         that was read (None if the store has no values for the reference).
         """
         try:
-            snapshot = self._registry.snapshot(reference_id, None)
+            snapshot = self._registry.snapshot(reference_id, None, top_k)
         except ReferenceNotFoundError:
             return [None] * len(sequences), None
         found = snapshot.find(sequence_keys(sequences["prompt_ids"], sequences["completion_ids"]))
         needed = one_array(sequences["completion_ids"]).value_lengths().to_numpy()
-        hit = (found.lengths >= needed) & (needed > 0)
-        if not hit.any():
-            return [None] * len(sequences), snapshot.number
-        lists = found.token_lists()
-        return [
-            lists[at].values.to_numpy()[: needed[at]] if hit[at] and lists[at].is_valid else None for at in range(len(needed))
-        ], snapshot.number
+        hits = np.flatnonzero((found.lengths >= needed) & (needed > 0))
+        known: list[Any] = [None] * len(needed)
+        if len(hits):
+            logps: list[Any] = found.token_logps(hits)
+            tops: list[Any] = list(found.top(top_k, hits)) if top_k else [()] * len(hits)
+            for at, values, top in zip(hits.tolist(), logps, tops, strict=True):
+                known[at] = (values[: needed[at]], *(column[: needed[at]].ravel() for column in top))
+        return known, snapshot.number
 
     def _fail(self, key: str, problem: Problem) -> None:
         entry = self._pending.pop(key, None)
@@ -360,9 +368,14 @@ def _no_worker(worker: WorkerHandle) -> Problem:
 def _merged(known: list[Any], missing: list[int], outcomes: pa.Table) -> pa.Table:
     """Merge stored and computed values into one table, in the order of the request."""
     errors: list[str | None] = [None] * len(known)
-    values, said = one_array(outcomes["token_logps"]), outcomes["error"].to_pylist()
     for place, at in enumerate(missing):
-        known[at] = values[place].values.to_numpy() if values[place].is_valid else None
-        errors[at] = said[place]
-    lists = pa.array([None if entry is None else np.asarray(entry, np.float32) for entry in known], OUTCOMES.field(0).type)
-    return pa.table([lists, pa.array(errors, pa.string())], schema=OUTCOMES)
+        errors[at] = outcomes["error"][place].as_py()
+    columns = []
+    names = [name for name in outcomes.column_names if name != "error"]
+    for column, name in enumerate(names):
+        computed = one_array(outcomes[name])
+        lists: list[Any] = [None if values is None else values[column] for values in known]
+        for place, at in enumerate(missing):
+            lists[at] = computed[place].values.to_numpy() if computed[place].is_valid else None
+        columns.append(pa.array(lists, computed.type))
+    return pa.table([columns[0], pa.array(errors, pa.string()), *columns[1:]], schema=outcomes.schema)

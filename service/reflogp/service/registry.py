@@ -107,7 +107,7 @@ class ReferenceRegistry:
             for name, entry in settings.references.items()
         }
         self._models = dict(settings.references)
-        self._tables: dict[str, LogprobTable] = {}
+        self._tables: dict[tuple[str, int], LogprobTable] = {}  # by id or name of the reference, and top_k
         self._locks: dict[str, Lock] = {}
         #: Threads for all calls that read the store.
         self.threads = Threads("the store", _THREADS, _SECONDS)
@@ -207,26 +207,26 @@ class ReferenceRegistry:
             for name, reference in self._named.items()
         )
 
-    def table(self, name_or_id: str) -> LogprobTable:
-        """Return the table of a reference.
+    def table(self, name_or_id: str, top_k: int = 0) -> LogprobTable:
+        """Return the table of a reference; with `top_k`, the one with at least as many most probable tokens.
 
         Raise ReferenceNotFoundError for an unknown reference or a reference without stored values, and UsageError if the
         store's URI is an existing local path that is not a store.
         """
         named = self._named.get(name_or_id)
         key = named.reference_id if named else name_or_id
-        table = self._tables.get(key)
+        table = self._tables.get((key, top_k))
         if table is not None:
             return table
         if named is None and not _is_id(key):
             raise ReferenceNotFoundError(f"this service has no reference named {name_or_id!r}")
         try:
-            opened = self.store[named] if named else self.store[key]
+            opened = self.store.top_table(named or key, top_k) if top_k else self.store[named or key]
         except UsageError as error:
             if self._is_something_else():
                 raise
             raise ReferenceNotFoundError(f"no values are stored yet for reference {name_or_id!r}") from error
-        return self._tables.setdefault(key, opened)  # another thread may have opened it meanwhile
+        return self._tables.setdefault((key, top_k), opened)  # another thread may have opened it meanwhile
 
     def _is_something_else(self) -> bool:
         """Return True if the store's URI is an existing local path that is not a store.
@@ -240,8 +240,10 @@ class ReferenceRegistry:
         place = Path(self.store.uri)
         return is_local(self.store.uri) and place.exists() and not any(map(_is_id, _names(place)))
 
-    def snapshot(self, name_or_id: str, number: int | None) -> Snapshot:
-        """Return a snapshot of a reference. The snapshot's index is already loaded, so several threads can use the snapshot.
+    def snapshot(self, name_or_id: str, number: int | None, top_k: int = 0) -> Snapshot:
+        """Return a snapshot of a reference's table (see `table`).
+
+        The snapshot's index is already loaded, so several threads can use the snapshot.
 
         Args:
             number: number of the snapshot, or None for the latest snapshot.
@@ -249,8 +251,10 @@ class ReferenceRegistry:
         In addition to the errors that `table` raises, raise SnapshotNotFoundError if the snapshot does not exist or can no
         longer be read, and StoreUnavailableError if the table cannot be read.
         """
-        table = self.table(name_or_id)
-        with self._locks.setdefault(table.reference.reference_id, Lock()):  # threads would each load the same index
+        table = self.table(name_or_id, top_k)
+        with self._locks.setdefault(
+            f"{table.reference.reference_id} {table.top_k}", Lock()
+        ):  # threads would each load the same index
             snapshot = table.snapshot(number)
             snapshot.stored_lengths(_NO_KEYS)
             return snapshot

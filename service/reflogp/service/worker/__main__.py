@@ -166,6 +166,7 @@ class Worker:
                 message["alone"],
                 deadline,
                 request=message["request"],
+                top_k=message["top_k"],
             )
         )
 
@@ -191,7 +192,7 @@ class Worker:
             "engine_seconds": answer.engine_seconds,
             "queue_seconds": answer.queue_seconds,
         }
-        body = b"" if answer.error is not None else stream_bytes(outcomes_table(request.outcomes))
+        body = b"" if answer.error is not None else stream_bytes(outcomes_table(request.outcomes, request.top_k))
         self.send(message, body)
         if request.id in self._writes:
             self._writes.discard(request.id)

@@ -66,6 +66,7 @@ class OnlineRequest:
         request: X-Request-Id of the caller's HTTP request, for log lines.
         alone: True if the request must not share its round with other requests, because it may have crashed a worker before.
         deadline: value of time.monotonic() after which the client stops waiting, or None for no deadline.
+        top_k: number of most probable tokens of each position that the client wants.
         outcomes: the outcome of each sequence, or None where it is not known yet. The list is empty until the request's round
             begins.
         left: number of sequences whose outcomes are not known yet; set when the request's round begins.
@@ -79,6 +80,7 @@ class OnlineRequest:
     deadline: float | None
     arrived: float = field(default_factory=time.monotonic)
     request: str | None = None
+    top_k: int = 0
     outcomes: list[Outcome | None] = field(default_factory=list)
     left: int = 0
 

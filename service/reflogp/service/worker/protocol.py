@@ -77,6 +77,9 @@ class WorkerConfiguration:
 SEQUENCES = pa.schema([("prompt_ids", pa.list_(pa.int32())), ("completion_ids", pa.list_(pa.int32()))])
 MASKED_SEQUENCES = SEQUENCES.append(pa.field("attention_mask", pa.list_(pa.int32())))
 OUTCOMES = pa.schema([("token_logps", pa.list_(pa.float32())), ("error", pa.string())])
+#: More columns of the response to a request for the k most probable tokens of each position: k entries for each value in
+#: `token_logps`, one position after the other (see TopLogps).
+TOP_OUTCOMES = OUTCOMES.append(pa.field("top_ids", pa.list_(pa.int32()))).append(pa.field("top_logps", pa.list_(pa.float32())))
 
 
 def token_count(sequences: pa.Table) -> int:
@@ -89,20 +92,24 @@ def table_of(body: bytes) -> pa.Table:
     return pa.ipc.open_stream(body).read_all()
 
 
-def outcomes_table(outcomes: list[Any]) -> pa.Table:
-    """Return the outcomes as a table with schema OUTCOMES.
+def outcomes_table(outcomes: list[Any], top_k: int = 0) -> pa.Table:
+    """Return the outcomes as a table with schema OUTCOMES or, with `top_k`, TOP_OUTCOMES.
 
-    Each outcome is the values of one sequence, or an error message.
+    Each outcome is the values of one sequence, or an error message. With `top_k`, the values are a TopLogps of at least as many
+    most probable tokens.
     """
-    logps = [np.zeros(0, np.float32) if isinstance(outcome, str) else token_logps_of(outcome) for outcome in outcomes]
-    offsets = np.zeros(len(outcomes) + 1, np.int32)
-    np.cumsum(list(map(len, logps)), out=offsets[1:])
-    values = pa.array(np.concatenate([np.zeros(0, np.float32), *logps]), pa.float32())
-    mask = pa.array([isinstance(outcome, str) for outcome in outcomes], pa.bool_())
-    return pa.table(
-        [
-            pa.ListArray.from_arrays(pa.array(offsets), values, mask=mask),
-            pa.array([outcome if isinstance(outcome, str) else None for outcome in outcomes], pa.string()),
-        ],
-        schema=OUTCOMES,
-    )
+    columns = [
+        _lists([None if isinstance(outcome, str) else token_logps_of(outcome) for outcome in outcomes], np.float32),
+        pa.array([outcome if isinstance(outcome, str) else None for outcome in outcomes], pa.string()),
+    ]
+    for name, kind in (("ids", np.int32), ("logps", np.float32)) if top_k else ():
+        lists = [None if isinstance(outcome, str) else getattr(outcome, name)[:, :top_k].ravel() for outcome in outcomes]
+        columns.append(_lists(lists, kind))
+    return pa.table(columns, schema=TOP_OUTCOMES if top_k else OUTCOMES)
+
+
+def _lists(arrays: list[Any], kind: Any) -> pa.ListArray:
+    """Return arrays of numbers as one list array, with null for None."""
+    offsets = np.cumsum([0, *(0 if array is None else len(array) for array in arrays)], dtype=np.int32)
+    values = np.concatenate([np.zeros(0, kind), *(array for array in arrays if array is not None)])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values), mask=pa.array([array is None for array in arrays]))

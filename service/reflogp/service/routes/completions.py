@@ -1,0 +1,206 @@
+"""Serve /v1/completions, /v1/models and /health as `vllm serve` does, for clients that ask it for log-probs of given tokens.
+
+TRL's teacher client, axolotl's online distillation and lm-eval send such requests. reflogp computes the log-prob of each token
+of a prompt from the second on, and the most probable tokens at its position, and stores them, but generates nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from typing import Any
+
+import pyarrow as pa
+from anyio import to_thread
+from fastapi import APIRouter, Depends, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from reflogp.service.auth import requires
+from reflogp.service.bodies import JSON, body_schemas, read_json, too_many_tokens
+from reflogp.service.context import Context
+from reflogp.service.problems import Problem, documented
+from reflogp.service.worker.protocol import SEQUENCES, token_count
+from reflogp.store.schema import one_array
+
+#: Maximum size of a request in bytes, and its maximum numbers of prompts and of tokens.
+_MOST_BYTES, _MOST_PROMPTS, _MOST_TOKENS = 32 << 20, 1_024, 1 << 20
+_SECONDS = 600.0
+
+
+class CompletionRequest(BaseModel):
+    """A request as vLLM's `POST /v1/completions` takes it. Other fields of such requests are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+    model: str = Field(max_length=200, description="Name or id of a reference.")
+    prompt: Any = Field(description="Token ids of a prompt (a list of integers), or a list of such lists.")
+    max_tokens: int = Field(16, description="0 or 1. Nothing is generated; 1 is accepted because vLLM refuses 0.")
+    temperature: float = Field(1.0, description="0 or 1. Values are always computed at temperature 1, as in vLLM.")
+    echo: bool = Field(False, description="Whether to return `logprobs` of the prompt's tokens.")
+    logprobs: int | None = Field(None, ge=0, le=256, description="With `echo`: number of most probable tokens per position.")
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=256, description="Number of most probable tokens per position in the choices' `prompt_logprobs`."
+    )
+
+    def prompts(self) -> list[list[int]]:
+        several = isinstance(self.prompt, list) and all(isinstance(ids, list) for ids in self.prompt)
+        prompts = self.prompt if several else [self.prompt]
+        if not (0 < len(prompts) <= _MOST_PROMPTS and all(map(_are_ids, prompts))):
+            raise Problem(
+                422,
+                f"prompt: 1 to {_MOST_PROMPTS:,} lists of token ids are needed, none of them empty",
+                "tokenize texts before you send them, and split long lists of prompts",
+            )
+        return prompts
+
+    def check(self) -> int:
+        """Return the number of most probable tokens that are needed. Raises Problem for what reflogp does not do."""
+        step = "send token ids with max_tokens 1 and prompt_logprobs, or with echo and logprobs"
+        if self.max_tokens not in (0, 1):
+            raise Problem(422, f"max_tokens {self.max_tokens}: this service scores prompts and generates no tokens", step)
+        if self.temperature not in (0.0, 1.0):
+            raise Problem(
+                422,
+                f"temperature {self.temperature:g}: values are computed at temperature 1",
+                "send temperature 1, and rescale the values: p ** (1 / T), renormalised over the tokens that you have",
+            )
+        if self.prompt_logprobs is None and not (self.echo and self.logprobs is not None):
+            raise Problem(422, "the request asks for no log-probs of its prompts", step)
+        return max(self.prompt_logprobs or 0, self.logprobs or 0 if self.echo else 0)
+
+
+def _are_ids(ids: Any) -> bool:
+    return isinstance(ids, list) and bool(ids) and all(type(token) is int and 0 <= token < 2**31 for token in ids)
+
+
+def completions_router(context: Context) -> APIRouter:
+    """Return the routes that `vllm serve` has too."""
+    router = APIRouter(tags=["completions"])
+    scorer = Depends(requires("score", context.settings.tokens))
+
+    @router.get("/health", summary="Check that the process responds", response_description="The process responds.")
+    async def health() -> Response:
+        """Return 200 to show that the process responds."""
+        return Response()
+
+    @router.get(
+        "/v1/models",
+        dependencies=[Depends(requires("read", context.settings.tokens))],
+        summary="List models",
+        response_description="The names of the references that the service has a model for.",
+        responses=documented(401, 403),
+    )
+    async def models() -> dict[str, Any]:
+        """List the references by name, in the format of OpenAI's and vLLM's `GET /v1/models`."""
+        about = {"object": "model", "created": 0, "owned_by": "reflogp"}
+        named = context.registry.named()
+        return {"object": "list", "data": [{"id": name, **about, "root": named[name].name} for name in named]}
+
+    @router.post(
+        "/v1/completions",
+        dependencies=[scorer],
+        summary="Score prompts as vLLM does",
+        response_description="A choice for each prompt, in the order of the request.",
+        responses=documented(400, 401, 403, 404, 413, 415, 422, 429, 500, 503, 504),
+        openapi_extra=body_schemas("/v1/completions", CompletionRequest),
+    )
+    async def completions(request: Request) -> Response:
+        """Return log-probs of prompts that are given as token ids, in the format of vLLM's `POST /v1/completions`.
+
+        Each token from a prompt's second on has a log-prob, and the first one null. Values are read from the store if they are
+        there, and stored otherwise. The service decodes no tokens: texts are empty, and tokens are written `token_id:ID`. In
+        `prompt_logprobs`, a token that is not among the K most probable ones has the rank K + 1.
+        """
+        async with context.large.turn_of(request):
+            asked = await read_json(request, CompletionRequest, context.settings.max_body_bytes, _MOST_BYTES)
+        top_k, prompts = asked.check(), asked.prompts()
+        served = context.registry.entry_of(asked.model, context.registry.model_of(asked.model).reference_id).top_k
+        if top_k > served:
+            raise Problem(
+                422,
+                f"{top_k} most probable tokens were requested, but {asked.model!r} is served with top_k = {served}",
+                f"ask for at most {served}, or have `top_k = {top_k}` set for this reference in the service's settings",
+            )
+        scored = [at for at, ids in enumerate(prompts) if len(ids) > 1]  # a first token has no context
+        table = pa.table([[prompts[at][:1] for at in scored], [prompts[at][1:] for at in scored]], schema=SEQUENCES)
+        if token_count(table) > _MOST_TOKENS:
+            raise too_many_tokens(_MOST_TOKENS)
+        found = await context.online.score(asked.model, table, 1.0, True, True, _SECONDS, top_k)
+        if problem := next((text for text in found.outcomes["error"].to_pylist() if text is not None), None):
+            raise Problem(422, f"a prompt cannot be scored: {problem}", "remove it, and send the others again")
+        return await to_thread.run_sync(_response, asked, prompts, scored, found.outcomes, top_k)
+
+    return router
+
+
+def _response(
+    asked: CompletionRequest, prompts: list[list[int]], scored: list[int], outcomes: pa.Table, top_k: int
+) -> Response:
+    columns = {name: one_array(outcomes[name]) for name in outcomes.column_names if name != "error"}
+    places = {index: place for place, index in enumerate(scored)}
+    choices = []
+    for index, ids in enumerate(prompts):
+        positions: list[list[_Entry]] = []
+        if index in places:
+            logps, *tops = (column[places[index]].values.to_numpy() for column in columns.values())
+            rows = [top.reshape(-1, top_k).tolist() for top in tops] or [[[]] * len(logps)] * 2
+            positions = [_entries(*of) for of in zip(ids[1:], logps.tolist(), *rows, strict=True)]
+        choices.append({"index": index, "text": "", "finish_reason": "length", **_choice(asked, ids, positions)})
+    tokens = sum(map(len, prompts))
+    content = {
+        "id": "cmpl-reflogp",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": asked.model,
+        "choices": choices,
+        "usage": {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens},
+    }
+    return Response(json.dumps(content, allow_nan=False, separators=(",", ":")), media_type=JSON)
+
+
+#: A token at a position: its id, its log-prob, and its rank.
+_Entry = tuple[int, float, int]
+
+
+def _entries(token: int, logp: float, ids: list[int], logps: list[float]) -> list[_Entry]:
+    """Return the entries of a position: the most probable tokens and the prompt's own, which is among them or comes last.
+
+    The log-probs of most probable tokens are rounded if they were stored, and the token's own is not. They are made to have the
+    order of the ranks, because clients compare them to see whether the token is the most probable one.
+    """
+    place = ids.index(token) if token in ids else len(ids)
+    above = math.nextafter(logp, math.inf)
+    entries = [(top, max(value, above), rank) for rank, (top, value) in enumerate(zip(ids[:place], logps, strict=False), 1)]
+    entries.append((token, logp, place + 1))
+    after = zip(ids[place + 1 :], logps[place + 1 :], strict=True)
+    return entries + [(top, min(value, logp), place + 2 + more) for more, (top, value) in enumerate(after)]
+
+
+def _choice(asked: CompletionRequest, ids: list[int], positions: list[list[_Entry]]) -> dict[str, Any]:
+    """Return the fields of a choice that have log-probs. `positions` has the entries of each token of `ids` but the first."""
+
+    def chosen(entries: list[_Entry], token: int, k: int) -> list[_Entry]:
+        return [entry for entry in entries if entry[2] <= k or entry[0] == token]
+
+    found: dict[str, Any] = {"logprobs": None, "prompt_logprobs": None}
+    if (k := asked.prompt_logprobs) is not None:
+        found["prompt_logprobs"] = [None] + [
+            {str(top): {"logprob": logp, "rank": rank, "decoded_token": None} for top, logp, rank in chosen(entries, token, k)}
+            for token, entries in zip(ids[1:], positions, strict=True)
+        ]
+    if asked.echo and (k := asked.logprobs) is not None:
+        own = [
+            next(logp for top, logp, _ in entries if top == token) for token, entries in zip(ids[1:], positions, strict=True)
+        ]
+        tops = [
+            {f"token_id:{top}": logp for top, logp, _ in chosen(entries, token, k)}
+            for token, entries in zip(ids[1:], positions, strict=True)
+        ]
+        generated = [None] * asked.max_tokens  # clients expect an entry for a token that vLLM would generate
+        found["logprobs"] = {
+            "tokens": [f"token_id:{token}" for token in ids] + [""] * asked.max_tokens,
+            "token_logprobs": [None, *own, *generated],
+            "top_logprobs": [None, *tops, *generated],
+            "text_offset": [0] * (len(ids) + asked.max_tokens),
+        }
+    return found

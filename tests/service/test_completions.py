@@ -1,0 +1,150 @@
+"""/v1/completions beside what `vllm serve` answers: values of plain forwards in its format, for its own clients."""
+
+from contextlib import suppress
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from reflogp.store import ReflogpError, Store, sequence_keys
+from tests.service.serving import float32, running, settings_file, wait_until
+
+K = 6
+PROMPTS = [[5, 9, 7, 30, 2], [5, 9, 7, 8], [11]]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("completions")
+
+
+@pytest.fixture(scope="module")
+def service(place, reference_folder, warm_python):
+    references = {"ref": {**float32(reference_folder), "top_k": K}, "plain": {**float32(reference_folder), "dtype": "bfloat16"}}
+    with running("--config", settings_file(place, place / "store", references), warm=warm_python) as found:
+        found.worker_ready()
+        yield found
+
+
+@pytest.fixture(scope="module")
+def plain(reference_folder):
+    """Log-probs of the whole vocabulary for each token of a prompt from the second on, float32."""
+    model = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32).eval()
+
+    @torch.inference_mode()
+    def forward(ids):
+        return torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0, :-1], 1)
+
+    return forward
+
+
+def ask(service, **body):
+    return httpx.post(f"{service.url}/v1/completions", json={"model": "ref", "max_tokens": 1, **body}, timeout=60)
+
+
+def require_right(found, ids, plain, k, tolerance) -> None:
+    """`prompt_logprobs` as vLLM gives them: the k most probable tokens and the prompt's own, with their ranks."""
+    assert found[0] is None and len(found) == len(ids)
+    for entries, token, row in zip(found[1:], ids[1:], plain(ids) if len(ids) > 1 else (), strict=True):
+        best = torch.topk(row, k).indices.tolist()
+        assert sorted(entries, key=lambda top: entries[top]["rank"])[:k] == list(map(str, best))
+        assert set(entries) == {*map(str, best), str(token)}
+        for top, entry in entries.items():
+            assert entry["logprob"] == pytest.approx(float(row[int(top)]), rel=tolerance, abs=1e-4)
+
+
+@pytest.mark.parametrize("k", [0, 1, K])
+def test_prompt_logprobs(service, plain, k):
+    for tolerance in (0.0, 2**-10):  # the second time, stored values are float16
+        answer = ask(service, prompt=PROMPTS, prompt_logprobs=k, temperature=1.0).json()
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2] and answer["usage"]["prompt_tokens"] == 10
+        for choice, ids in zip(answer["choices"], PROMPTS, strict=True):
+            require_right(choice["prompt_logprobs"], ids, plain, k, tolerance)
+            assert choice["logprobs"] is None and choice["text"] == ""
+
+
+def test_a_repeated_prompt_is_a_hit_and_its_values_are_in_the_store(service, plain, place):
+    ids = [40, 41, 42, 43]
+    first = ask(service, prompt=ids, prompt_logprobs=K, max_tokens=0).json()["choices"]
+    store = Store(place / "store")
+    key = sequence_keys([ids[:1]], [ids[1:]])
+
+    def stored():
+        with suppress(ReflogpError):  # until something is stored
+            reference = next(one for one in store.references() if one.dtype == "float32")
+            return store.top_table(reference, K).snapshot().find(key).top(K)[0]
+
+    wait_until(lambda: stored() is not None)
+    assert stored()[0].tolist() == torch.topk(plain(ids), K).indices.tolist()
+    hits = 'reflogp_sequences_total{how="hit",way="online"}'
+    before = httpx.get(f"{service.url}/metrics").text
+    again = ask(service, prompt=ids, prompt_logprobs=K, max_tokens=0).json()["choices"]
+    count = [float(text.split(hits)[1].split()[0]) for text in (before, httpx.get(f"{service.url}/metrics").text)]
+    assert count[1] == count[0] + 1
+    for was, now in zip(first[0]["prompt_logprobs"][1:], again[0]["prompt_logprobs"][1:], strict=True):
+        assert was.keys() == now.keys()
+        assert all(now[top]["logprob"] == pytest.approx(was[top]["logprob"], rel=2**-10) for top in was)
+
+
+def test_echo_with_logprobs_as_lm_eval_reads_it(service, plain):
+    """As parse_logprobs in lm_eval/models/openai_completions.py: sums of slices, and whether all tokens are the likeliest."""
+    greedy = [5, 9]
+    while len(greedy) < 6:
+        greedy.append(int(plain([*greedy, 0])[-1].argmax()))
+    prompts, context = [greedy, [*greedy[:5], 30]], 2
+    for _ in range(2):
+        answer = ask(service, prompt=prompts, echo=True, logprobs=1, temperature=0, seed=1234).json()
+        for choice, ids, is_greedy in zip(answer["choices"], prompts, (True, False), strict=True):
+            tokens, tops = (choice["logprobs"][name][context:-1] for name in ("token_logprobs", "top_logprobs"))
+            right = plain(ids)[context - 1 :].gather(1, torch.tensor(ids[context:])[:, None])[:, 0]
+            assert np.allclose(tokens, right, atol=1e-4)
+            assert all(token == max(top.values()) for token, top in zip(tokens, tops, strict=True)) is is_greedy
+            assert len(choice["logprobs"]["tokens"]) == len(ids) + 1
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"prompt": [1, 2], "prompt_logprobs": 1, "max_tokens": 5}, "max_tokens 5: this service scores prompts"),
+        ({"prompt": [1, 2], "prompt_logprobs": 1, "temperature": 0.7}, "temperature 0.7: values are computed at temperature 1"),
+        ({"prompt": [1, 2]}, "asks for no log-probs"),
+        ({"prompt": [1, 2], "logprobs": 1}, "asks for no log-probs"),
+        ({"prompt": "text", "prompt_logprobs": 1}, "prompt"),
+        ({"prompt": [], "prompt_logprobs": 1}, "none of them empty"),
+        ({"prompt": [[1, 2], []], "prompt_logprobs": 1}, "none of them empty"),
+        ({"prompt": [1, 2], "prompt_logprobs": K + 1}, f"is served with top_k = {K}"),
+        ({"prompt": [1, 10**6], "prompt_logprobs": 1}, "outside the model's vocabulary"),
+        ({"prompt": [1, 2], "prompt_logprobs": 1, "model": "plain"}, "is served with top_k = 0"),
+    ],
+)
+def test_what_it_does_not_do_is_said(service, body, says):
+    answer = ask(service, **body)
+    assert answer.status_code == 422 and says in answer.json()["detail"] and answer.json()["next_step"]
+
+
+def test_an_unknown_model_is_404(service):
+    assert ask(service, model="other", prompt=[1, 2], prompt_logprobs=1).status_code == 404
+
+
+def test_models_and_health(service):
+    assert httpx.get(f"{service.url}/health").status_code == 200
+    listed = httpx.get(f"{service.url}/v1/models").json()
+    assert [model["id"] for model in listed["data"]] == ["ref", "plain"]
+
+
+def test_trls_teacher_client(service, plain, monkeypatch):
+    """TRL's own client, which asks for an installation of vLLM although this use of it needs none."""
+    from trl.generation import vllm_client
+
+    monkeypatch.setattr(vllm_client, "is_vllm_available", lambda *given, **named: True)
+    client = vllm_client.VLLMClient(base_url=service.url, connection_timeout=10)
+    found = client.get_sequence_logprobs(PROMPTS[:2], [2, 3], top_logprobs=K)
+    for ids, begin, logps, tops, own in zip(
+        PROMPTS, (2, 3), *(found[name] for name in ("logprobs", "logprob_token_ids", "actual_logprobs")), strict=False
+    ):
+        right = plain(ids)[begin - 1 :]
+        assert tops == torch.topk(right, K).indices.tolist()
+        assert np.allclose(logps, torch.topk(right, K).values, rtol=2**-10, atol=1e-4)
+        assert np.allclose(own, right.gather(1, torch.tensor(ids[begin:])[:, None]), atol=1e-4)
