@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from reflogp.scoring import join, score
+from reflogp.scoring import join, report, score
 from reflogp.scoring.errors import NotScoredError
 from reflogp.store import UsageError
 from tests.conftest import plain_token_logps, save_llama, write_rows
@@ -106,6 +106,30 @@ def test_rows_with_one_completion(rows, policy, base, plain, reflogp, tmp_path):
     expected = [np.subtract(*plain(torch.float32, row["prompt"], row["completion"])) for row in feedback]
     assert np.abs(np.array([row["log_ratio"] for row in joined]) - expected).max() < 2e-3
     assert "implicit_reward_margin" not in joined[0]
+    found = report(policy, feedback, tmp_path / "store", tmp_path / "report", versus=base)
+    page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
+    assert found.implicit_reward_accuracy is None and 'id="log-ratios-title"' in page and "Rows compared" in page
+
+
+def test_the_report_shows_margins_accuracy_and_the_lowest_rows(reflogp, rows, policy, base, store, tmp_path):
+    data = write_rows(tmp_path / "pairs.jsonl", rows)
+    options = ("--store", store, "--dtype", "float32", "-o", tmp_path / "report", "--json")
+    code, out, err = reflogp("report", policy, data, *options, "--versus", base)
+    summary, page = last_object(out), (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
+    margins = np.array([row["implicit_reward_margin"] for row in join(policy, rows, store, dtype="float32", versus=base)])
+    assert code == DONE, err
+    assert summary["implicit_reward_accuracy"] == np.mean(margins > 0)
+    section = re.search(r'<section aria-labelledby="versus">.*?</section>', page, re.DOTALL)[0]
+    shown = [int(row) for row in re.findall(r"<summary>Row (\d+) ", section)]
+    assert shown == np.argsort(margins, kind="stable")[:10].tolist()
+    assert f"{margins.min():+.2f} nats".replace("-", "−") in section
+    assert f"<dd>{np.median(margins):+.2f}</dd>".replace("-", "−") in section
+    assert f"<dd>{summary['versus_reference_id']}</dd>" in page
+    counts = re.findall(r'class="bar s0".*?<title>pairs: .*?: (\d+)</title>', section)
+    assert sum(map(int, counts)) == 16
+    without = last_object(reflogp("report", policy, data, *options)[1])
+    assert without["implicit_reward_accuracy"] is None and without["accuracy"] == summary["accuracy"]
+    assert 'aria-labelledby="versus"' not in (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
 
 
 def test_rows_that_the_second_model_lacks_and_the_command_that_scores_them(reflogp, rows, policy, base, tmp_path):
@@ -120,6 +144,9 @@ def test_rows_that_the_second_model_lacks_and_the_command_that_scores_them(reflo
     summary = last_object(out)
     assert (code, summary["written"], summary["versus_missing"], summary["missing"]) == (MISSES, 5, 11, 0)
     assert f"{base} has no values for 11 rows" in err.replace("\n", "") and f"score them: reflogp {command}" in err
+    code, out, err = reflogp("report", *given, "-o", tmp_path / "report", "--json")
+    assert (code, last_object(out)["versus_missing"], last_object(out)["with_values"]) == (MISSES, 11, 16)
+    assert f"score them: reflogp {command}" in err
     with pytest.raises(NotScoredError, match=r"has no values for 11 rows.*Score them with `reflogp score"):
         join(policy, rows, store, versus=base)
     assert reflogp(*command.split())[0] == DONE
@@ -154,6 +181,10 @@ def test_two_models_that_tokenize_differently(rows, policy, base, tokenizer, tmp
         join(policy, rows, store, versus=str(words))
 
 
-def test_the_same_model_twice(rows, policy, store):
-    with pytest.raises(UsageError, match=r"are the same model .*name another model"):
-        join(policy, rows, store, dtype="float32", versus=policy)
+def test_the_same_model_twice(rows, policy, store, tmp_path):
+    for call in (
+        lambda: join(policy, rows, store, dtype="float32", versus=policy),
+        lambda: report(policy, rows, store, tmp_path / "report", dtype="float32", versus=policy),
+    ):
+        with pytest.raises(UsageError, match=r"are the same model .*name another model"):
+            call()

@@ -74,6 +74,7 @@ def report(
             help="Folder to write to: a new or empty folder, or the folder of an earlier report, which is then replaced.",
         ),
     ],
+    versus: options.Versus = None,
     snapshot: options.SnapshotNumber = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -82,6 +83,9 @@ def report(
     The page shows log-probs, margins, the reference's accuracy, outliers, and duplicates. The tokens of outliers and duplicates
     are colored by log-prob. For several values of max_length, the page shows the percentage of rows that would be cut or
     dropped, and the percentage of completion tokens that would be lost. The page also lists rows without values (at most 100).
+
+    With --versus, the page compares MODEL with a second model: the margins of the implicit rewards of DPO, where MODEL is the
+    policy and the second model its reference, and the pairs with the lowest margins.
 
     This command does not load the model. It reads the values from the store, and tokenizes the dataset. The tokenizer is the
     one in the model's folder, unless --tokenizer is given. The exit code is 3 if some rows have no values or cannot be used.
@@ -93,13 +97,17 @@ def report(
     quiet_libraries()
     command = arguments.command()
     dataset, at = open_scored(arguments, snapshot)
+    second = open_versus(versus, arguments, at)
     with progress_bar("reading") as bar:
-        summary = write_report(dataset, at, output, arguments.settings, score=command, model=arguments.model, watcher=bar)
+        summary = write_report(
+            dataset, at, output, arguments.settings, score=command, model=arguments.model, watcher=bar, versus=second
+        )
     _print_dropped(summary.dropped_rows)
     if summary.missing:
         err.print(
             f"snapshot {summary.snapshot} has no values for {counted(summary.missing, 'row')}; to add the values: {command}",
         )
+    _print_versus_missing(summary.versus_missing, second, dataset)
     print_result(
         summary.as_dict(),
         as_json,
@@ -107,7 +115,7 @@ def report(
         f"report written to {summary.output} ({counted(summary.with_values, 'example')} with values, "
         f"from {counted(summary.rows, 'row')}; snapshot {summary.snapshot})",
     )
-    if summary.missing or summary.bad_rows:
+    if summary.missing or summary.versus_missing or summary.bad_rows:
         raise typer.Exit(EXIT_MISSES)
 
 

@@ -235,6 +235,7 @@ def report(
     truncation_mode: str = "keep_start",
     tokenizer: str | PreTrainedTokenizerBase | None = None,
     progress: bool | None = None,
+    versus: str | None = None,
 ) -> ReportSummary:
     """Write a report about a scored dataset: an HTML page. No model is loaded.
 
@@ -248,6 +249,7 @@ def report(
         truncation_mode: the trainer's truncation_mode; see `score`.
         tokenizer: the tokenizer that was passed to `score`; None if none was passed.
         progress: see `score`.
+        versus: a second model, with which the report compares `model`; see `join`.
 
     Returns:
         A ReportSummary, whose `findings` are the sentences at the top of the HTML page.
@@ -272,16 +274,18 @@ def report(
     opened = _opened(store)
     source = open_dataset(dataset)
     settings = TrainerSettings(max_length, truncation_mode)
-    command = ScoreArguments(model, source.name, opened.uri, dtype, settings).command()
+    arguments = ScoreArguments(model, source.name, opened.uri, dtype, settings)
+    command = arguments.command()
     with naming_command(command):
         reference, reason = choose_reference(opened, model, dtype)
         at = opened[reference].snapshot(None)
     if progress is not False:
         _say(reason)
+    second = _versus(opened, versus, arguments, at, tokenizer, progress)
     folder = str(resolve_model(model, None))
     tokenized = TokenizedDataset(source, _tokenizer(folder, tokenizer), load_vision=_vision(folder, tokenizer))
     with progress_bar("reading", progress) as bar:
-        return write_report(tokenized, at, os.fspath(output), settings, score=command, model=model, watcher=bar)
+        return write_report(tokenized, at, os.fspath(output), settings, score=command, model=model, watcher=bar, versus=second)
 
 
 def _versus(
