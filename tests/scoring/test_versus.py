@@ -14,6 +14,7 @@ from reflogp.scoring import join, report, score
 from reflogp.scoring.errors import NotScoredError
 from reflogp.store import UsageError
 from tests.conftest import plain_token_logps, save_llama, write_rows
+from tests.docs.blocks import blocks_of
 
 DONE, FAILED, USAGE, MISSES = 0, 1, 2, 3
 SIZE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -188,3 +189,20 @@ def test_the_same_model_twice(rows, policy, store, tmp_path):
     ):
         with pytest.raises(UsageError, match=r"are the same model .*name another model"):
             call()
+
+
+def test_the_recipe_for_instruction_following_difficulty(rows, policy, tmp_path):
+    """That of docs/compare.md, against the ratio of two plain forwards of each row."""
+    recipe = next(block.text for block in blocks_of("docs/compare.md") if "def ifd" in block.text)
+    names = {}
+    exec(recipe.partition("\nrows = ")[0], names)
+    answers = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows[:6]]
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
+
+    def ratio(row):
+        ids = tokenizer(row["completion"])["input_ids"] + [tokenizer.eos_token_id]
+        after = plain_token_logps(model, tokenizer(row["prompt"])["input_ids"], ids)
+        return np.mean(after) / np.mean(plain_token_logps(model, ids[:1], ids[1:]))
+
+    assert np.abs(names["ifd"](policy, answers, tmp_path / "store") - [ratio(row) for row in answers]).max() < 1e-5
