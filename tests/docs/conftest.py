@@ -7,20 +7,22 @@ from pathlib import Path
 import pytest
 
 from reflogp.store import describe_reference
-from tests.conftest import write_rows
+from tests.conftest import save_llama, write_rows
 from tests.docs.workspace import Workspace
 from tests.vision_models import make, pair, picture
 
 
 @pytest.fixture(scope="module")
 def workspace(reference_folder, tokenizer, pair_rows, tmp_path_factory) -> Iterator[Workspace]:
-    """The docs' names: small models in bfloat16 (./sft-model, ./vision-model) and data (pairs.jsonl, image-pairs.jsonl, …)."""
+    """The docs' names: small models (./sft-model, ./dpo-model, ./vision-model) and data (pairs.jsonl, image-pairs.jsonl, …)."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     folder = tmp_path_factory.mktemp("docs")
     AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.bfloat16).save_pretrained(folder / "sft-model")
     tokenizer.save_pretrained(folder / "sft-model")
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    save_llama(folder / "dpo-model", tokenizer, **size)
     make("LLaVA", folder / "vision-model")
     AutoModelForImageTextToText.from_pretrained(folder / "vision-model", dtype=torch.bfloat16).save_pretrained(
         folder / "vision-model"

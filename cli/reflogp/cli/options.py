@@ -94,6 +94,14 @@ Form = Annotated[
     ),
 ]
 SnapshotNumber = Annotated[int | None, typer.Option("--snapshot", help="Number of the snapshot to read. Default: the latest.")]
+Versus = Annotated[
+    str | None,
+    typer.Option(
+        help="Second model, to compare the first with: a folder or hub id. Its values are in the same store, for the same "
+        "tokens. --dtype applies to both models; --revision and --snapshot do not apply to the second.",
+        metavar="MODEL",
+    ),
+]
 Revision = Annotated[str | None, typer.Option(help="Revision of the model on the Hub.")]
 Tokenizer = Annotated[
     str | None,

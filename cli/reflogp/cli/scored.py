@@ -12,6 +12,7 @@ from reflogp.store.store import choose_reference
 if TYPE_CHECKING:
     from reflogp.scoring.data.read import RowSource
     from reflogp.scoring.data.tokenized import TokenizedDataset
+    from reflogp.scoring.versus import Versus
 
 HASHING = "hashing weights (bytes)"
 
@@ -64,3 +65,25 @@ def open_scored(arguments: ScoreArguments, number: int | None) -> tuple[Tokenize
         folder, reference = find_reference(opened, arguments)
         snapshot = opened[reference].snapshot(number)
     return tokenized(rows, folder, arguments), snapshot
+
+
+def open_versus(model: str | None, arguments: ScoreArguments, first: Snapshot) -> Versus | None:
+    """Open the second model of --versus, and print why its dtype was chosen if it is "auto"."""
+    from reflogp.scoring.data.tokenize import chosen_tokenizer
+    from reflogp.scoring.versus import find_versus
+
+    if model is None:
+        return None
+    chosen = arguments.tokenizer, arguments.chat_template, arguments.trust_remote_code
+    with progress_bar(HASHING) as bar:
+        versus, reason = find_versus(
+            Store(arguments.store),
+            model,
+            arguments,
+            first.reference,
+            lambda folder: chosen_tokenizer(folder, *chosen),
+            bar.hashed,
+        )
+    if reason:
+        err.print(f"{model}: {reason}")
+    return versus

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from reflogp.cli import options
 from reflogp.cli.console import EXIT_MISSES, err, needs, print_notes, print_result, progress_bar, quiet_libraries
 from reflogp.cli.options import takes_score_arguments
-from reflogp.cli.scored import open_scored
+from reflogp.cli.scored import open_scored, open_versus
 from reflogp.store.commands import ScoreArguments
 from reflogp.store.texts import counted
+
+if TYPE_CHECKING:
+    from reflogp.scoring.data.tokenized import TokenizedDataset
+    from reflogp.scoring.versus import Versus
 
 
 @takes_score_arguments
@@ -20,6 +24,7 @@ def join(
     arguments: ScoreArguments,
     output: Annotated[str, typer.Option("--output", "-o", help="Parquet file to write. Its name must end in .parquet.")],
     ld_alpha: options.LdAlpha = None,
+    versus: options.Versus = None,
     snapshot: options.SnapshotNumber = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -29,14 +34,18 @@ def join(
     the model's folder or, if given, with --tokenizer. Rows that have no values or cannot be used are reported and
     skipped, and the exit code is then 3.
 
+    With --versus, the values of a second model are added too (versus_chosen_logps, versus_rejected_logps), and the values of
+    MODEL minus those of the second model (log_ratio_chosen, log_ratio_rejected, and their difference, implicit_reward_margin).
+
     Example: reflogp join ./sft-model pairs.jsonl --store ./logps -o pairs-with-ref.parquet --max-length 1024
     """
     with needs("service"):
         from reflogp.scoring.joining import join_dataset
     quiet_libraries()
     dataset, at = open_scored(arguments, snapshot)
+    second = open_versus(versus, arguments, at)
     with progress_bar("joining") as bar:
-        summary = join_dataset(dataset, at, output, replace(arguments.settings, ld_alpha=ld_alpha), bar)
+        summary = join_dataset(dataset, at, output, replace(arguments.settings, ld_alpha=ld_alpha), bar, second)
     _print_dropped(summary.dropped_rows)
     print_notes(summary.notes)
     if summary.missing:
@@ -46,10 +55,11 @@ def join(
             f"skipped {missing} without values in snapshot {summary.snapshot} (0-based row numbers: {named})", style="yellow"
         )
         err.print(f"score them: {arguments.command()}")
+    _print_versus_missing(summary.versus_missing, second, dataset)
     where = f"written to {output}" if summary.written else f"could be joined, so {output} was not written"
     line = f"{summary.written:,} of {summary.rows:,} rows {where} (snapshot {summary.snapshot})"
     print_result(summary.as_dict(), as_json, line)
-    if summary.missing or summary.bad_rows:
+    if summary.missing or summary.versus_missing or summary.bad_rows:
         raise typer.Exit(EXIT_MISSES)
 
 
@@ -64,6 +74,7 @@ def report(
             help="Folder to write to: a new or empty folder, or the folder of an earlier report, which is then replaced.",
         ),
     ],
+    versus: options.Versus = None,
     snapshot: options.SnapshotNumber = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -72,6 +83,9 @@ def report(
     The page shows log-probs, margins, the reference's accuracy, outliers, and duplicates. The tokens of outliers and duplicates
     are colored by log-prob. For several values of max_length, the page shows the percentage of rows that would be cut or
     dropped, and the percentage of completion tokens that would be lost. The page also lists rows without values (at most 100).
+
+    With --versus, the page compares MODEL with a second model: the margins of the implicit rewards of DPO, where MODEL is the
+    policy and the second model its reference, and the pairs with the lowest margins.
 
     This command does not load the model. It reads the values from the store, and tokenizes the dataset. The tokenizer is the
     one in the model's folder, unless --tokenizer is given. The exit code is 3 if some rows have no values or cannot be used.
@@ -83,13 +97,17 @@ def report(
     quiet_libraries()
     command = arguments.command()
     dataset, at = open_scored(arguments, snapshot)
+    second = open_versus(versus, arguments, at)
     with progress_bar("reading") as bar:
-        summary = write_report(dataset, at, output, arguments.settings, score=command, model=arguments.model, watcher=bar)
+        summary = write_report(
+            dataset, at, output, arguments.settings, score=command, model=arguments.model, watcher=bar, versus=second
+        )
     _print_dropped(summary.dropped_rows)
     if summary.missing:
         err.print(
             f"snapshot {summary.snapshot} has no values for {counted(summary.missing, 'row')}; to add the values: {command}",
         )
+    _print_versus_missing(summary.versus_missing, second, dataset)
     print_result(
         summary.as_dict(),
         as_json,
@@ -97,8 +115,16 @@ def report(
         f"report written to {summary.output} ({counted(summary.with_values, 'example')} with values, "
         f"from {counted(summary.rows, 'row')}; snapshot {summary.snapshot})",
     )
-    if summary.missing or summary.bad_rows:
+    if summary.missing or summary.versus_missing or summary.bad_rows:
         raise typer.Exit(EXIT_MISSES)
+
+
+def _print_versus_missing(rows: int, versus: Versus | None, dataset: TokenizedDataset) -> None:
+    if rows and versus:
+        said, command = versus.explain(rows, dataset.tokenizer)
+        err.print(said, style="yellow")
+        if command:
+            err.print(f"score them: {command}")
 
 
 def _print_dropped(rows: int) -> None:

@@ -26,8 +26,9 @@ from reflogp.scoring.reports.collect import ReportSummary
 from reflogp.scoring.runs.callbacks import ProgressCallbacks, progress_bar
 from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.runs.score import ScoreSummary, score_dataset
+from reflogp.scoring.versus import Versus, find_versus
 from reflogp.scoring.vision import VisionProcessor
-from reflogp.store import ReflogpError, Store, UsageError, resolve_model
+from reflogp.store import ReflogpError, Snapshot, Store, UsageError, resolve_model
 from reflogp.store.commands import ScoreArguments, naming_command
 from reflogp.store.store import choose_reference
 from reflogp.store.texts import counted
@@ -144,6 +145,7 @@ def join(
     tokenizer: str | PreTrainedTokenizerBase | None = None,
     snapshot: int | None = None,
     on_miss: Literal["error", "drop"] = "error",
+    versus: str | None = None,
 ) -> Any:
     """Add the stored reference log-probs of each row to a dataset. No model is loaded.
 
@@ -152,6 +154,11 @@ def join(
     ref_tokens) contain the number of log-probs in each sum (int64). chosen_key and rejected_key (for KTO, completion_key)
     contain the key of each sequence (16 bytes). ref_row contains the row number in `dataset`, starting at 0 (int64). With
     truncation_mode "keep_start", rows whose prompt alone fills max_length are left out, because TRL also drops them.
+
+    If a second model is passed as `versus`, its sums are in versus_chosen_logps and versus_rejected_logps (for KTO,
+    versus_logps). log_ratio_chosen and log_ratio_rejected (for KTO, log_ratio) contain the sums of `model` minus those of
+    `versus`. implicit_reward_margin is log_ratio_chosen minus log_ratio_rejected: the margin of DPO's implicit rewards with
+    beta 1, where `model` is the policy and `versus` its reference. These columns are float32, in nats.
 
     Args:
         model: the reference model that was passed to `score`.
@@ -166,6 +173,7 @@ def join(
         tokenizer: the tokenizer that was passed to `score`; None if none was passed.
         snapshot: number of the snapshot to read; None for the latest snapshot.
         on_miss: "error" raises an error if a row has no values or cannot be used; "drop" leaves such rows out.
+        versus: a second model whose values are in the store, for the same tokens; `dtype` applies to both models.
 
     Returns:
         A dataset of the same type as `dataset`, with the new columns; for a path or a hub name, a `datasets.Dataset`. If
@@ -177,6 +185,7 @@ def join(
             them.
         StoreNotFoundError, ReferenceNotFoundError: the store does not exist, or has no values of this model in this dtype.
         SnapshotNotFoundError: there is no snapshot with the number `snapshot`, or it can no longer be read.
+        UsageError: `versus` has the same weights as `model`.
         UsageError, TokenizerError, StoreError: see `score`.
 
     Examples:
@@ -192,11 +201,13 @@ def join(
     check_truncation(max_length, truncation_mode)
     opened = _opened(store)
     settings = TrainerSettings(max_length, truncation_mode, ld_alpha)
-    command = ScoreArguments(model, "DATA", opened.uri, dtype, settings).command()
+    arguments = ScoreArguments(model, "DATA", opened.uri, dtype, settings)
+    command = arguments.command()
     with naming_command(command):
         reference, reason = choose_reference(opened, model, dtype)
         at = opened[reference].snapshot(snapshot)
     _say(reason)
+    second = _versus(opened, versus, arguments, at, tokenizer)
     folder = str(resolve_model(model, None))
     loaded = _tokenizer(folder, tokenizer)()
     find_vision = cache(_vision(folder, tokenizer))
@@ -205,12 +216,12 @@ def join(
         summary = JoinSummary(reference_id=at.reference_id, snapshot=at.number, store=opened.uri)
         problems: dict[int, str] = {}
         tokenized = TokenizedDataset(source, lambda: loaded, load_vision=find_vision)
-        for window in joined_windows(tokenized, at, summary, settings, _BadRows(problems)):
+        for window in joined_windows(tokenized, at, summary, settings, _BadRows(problems), second):
             if on_miss == "error" and is_stream:
-                _require_values(summary, problems, command)
+                _require_values(summary, problems, command, second, loaded)
             yield window
         if on_miss == "error":
-            _require_values(summary, problems, command)
+            _require_values(summary, problems, command, second, loaded)
         source.check_unchanged()
 
     return _of_each_split(dataset, lambda rows, _: with_columns(rows, open_dataset(rows), windows))
@@ -227,6 +238,7 @@ def report(
     truncation_mode: str = "keep_start",
     tokenizer: str | PreTrainedTokenizerBase | None = None,
     progress: bool | None = None,
+    versus: str | None = None,
 ) -> ReportSummary:
     """Write a report about a scored dataset: an HTML page. No model is loaded.
 
@@ -240,6 +252,7 @@ def report(
         truncation_mode: the trainer's truncation_mode; see `score`.
         tokenizer: the tokenizer that was passed to `score`; None if none was passed.
         progress: see `score`.
+        versus: a second model, with which the report compares `model`; see `join`.
 
     Returns:
         A ReportSummary, whose `findings` are the sentences at the top of the HTML page.
@@ -264,16 +277,35 @@ def report(
     opened = _opened(store)
     source = open_dataset(dataset)
     settings = TrainerSettings(max_length, truncation_mode)
-    command = ScoreArguments(model, source.name, opened.uri, dtype, settings).command()
+    arguments = ScoreArguments(model, source.name, opened.uri, dtype, settings)
+    command = arguments.command()
     with naming_command(command):
         reference, reason = choose_reference(opened, model, dtype)
         at = opened[reference].snapshot(None)
     if progress is not False:
         _say(reason)
+    second = _versus(opened, versus, arguments, at, tokenizer, progress)
     folder = str(resolve_model(model, None))
     tokenized = TokenizedDataset(source, _tokenizer(folder, tokenizer), load_vision=_vision(folder, tokenizer))
     with progress_bar("reading", progress) as bar:
-        return write_report(tokenized, at, os.fspath(output), settings, score=command, model=model, watcher=bar)
+        return write_report(tokenized, at, os.fspath(output), settings, score=command, model=model, watcher=bar, versus=second)
+
+
+def _versus(
+    store: Store,
+    model: str | None,
+    arguments: ScoreArguments,
+    first: Snapshot,
+    tokenizer: str | PreTrainedTokenizerBase | None,
+    progress: bool | None = None,
+) -> Versus | None:
+    if model is None:
+        return None
+    arguments = replace(arguments, tokenizer=tokenizer if isinstance(tokenizer, str) else None)
+    found, reason = find_versus(store, model, arguments, first.reference, lambda folder: _tokenizer(folder, tokenizer)())
+    if progress is not False and reason:
+        _say(f"{model}: {reason}")
+    return found
 
 
 class _BadRows(ProgressCallbacks):
@@ -287,7 +319,13 @@ class _BadRows(ProgressCallbacks):
             self._problems[row] = problem
 
 
-def _require_values(summary: JoinSummary, problems: dict[int, str], command: str) -> None:
+def _require_values(
+    summary: JoinSummary,
+    problems: dict[int, str],
+    command: str,
+    versus: Versus | None,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     if summary.bad_rows:
         named = "; ".join(f"row {row}: {problem}" for row, problem in problems.items())
         raise NotScoredError(
@@ -302,6 +340,9 @@ def _require_values(summary: JoinSummary, problems: dict[int, str], command: str
             "on_miss='drop'",
             summary,
         )
+    if summary.versus_missing and versus:
+        said, helps = versus.explain(summary.versus_missing, tokenizer)
+        raise NotScoredError(f"{said}. Score them with `{helps}`" if helps else said, summary)
 
 
 def _say(reason: str) -> None:

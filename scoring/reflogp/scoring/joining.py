@@ -22,22 +22,24 @@ from reflogp.scoring.data.tokenized import RowCount, TokenizedDataset
 from reflogp.scoring.errors import DatasetError
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.score import NAMED_ROWS
-from reflogp.store import Snapshot, UsageError, join_logps
+from reflogp.scoring.versus import Versus, log_ratios
+from reflogp.store import Snapshot, UsageError
 from reflogp.store.files import write_atomically
-from reflogp.store.joins import ROW_COLUMN, UNUSABLE, tokens_column
+from reflogp.store.joins import ROW_COLUMN, UNUSABLE, answer, ask, tokens_column
 from reflogp.store.texts import counted, short_repr
 from reflogp.store.windows import TrainerSettings
 
 
 @dataclass
 class JoinSummary:
-    """The result of a join. `rows` is the sum of `written`, `missing`, `bad_rows` and `dropped_rows`.
+    """The result of a join. `rows` is the sum of `written`, `missing`, `versus_missing`, `bad_rows` and `dropped_rows`.
 
     Attributes:
         rows: number of rows that were read. A pair that is read as two KTO rows counts as two, or as one if it is a bad row.
         written: number of rows in the output; each has reference log-probs.
         missing: number of rows that were left out because the snapshot lacks their values.
         missing_row_numbers: row numbers of the first hundred missing rows, counted from 0.
+        versus_missing: number of rows that were left out because only the values of the second model (`versus`) are missing.
         bad_rows: number of rows that were left out because they cannot be read or tokenized, or because their stored values
             are damaged or not finite.
         bad_row_numbers: row numbers of the first hundred bad rows, counted from 0.
@@ -45,6 +47,7 @@ class JoinSummary:
             row if its prompt alone fills max_length.
         coverage: written / (rows - dropped_rows); 0.0 if the divisor is 0.
         reference_id: id of the reference that computed the values, 32 hex digits.
+        versus_reference_id: id of the second model's reference; empty if there is none.
         snapshot: number of the snapshot that was read.
         store: URI of the store.
         output: path of the written file; empty for a join in memory.
@@ -55,18 +58,21 @@ class JoinSummary:
     written: int = 0
     missing: int = 0
     missing_row_numbers: list[int] = field(default_factory=list)
+    versus_missing: int = 0
     bad_rows: int = 0
     bad_row_numbers: list[int] = field(default_factory=list)
     dropped_rows: int = 0
     coverage: float = 0.0
     reference_id: str = ""
+    versus_reference_id: str = ""
     snapshot: int = 0
     store: str = ""
     output: str = ""
     notes: list[str] = field(default_factory=list)
 
     def __repr__(self) -> str:
-        left_out = {"missing": self.missing, "bad": self.bad_rows, "dropped": self.dropped_rows}
+        left_out = {"missing": self.missing, "missing in the second model": self.versus_missing}
+        left_out |= {"bad": self.bad_rows, "dropped": self.dropped_rows}
         return short_repr(
             "JoinSummary",
             f"{self.written:,} of {counted(self.rows, 'row')} with values"
@@ -85,6 +91,7 @@ def join_dataset(
     output: str,
     settings: TrainerSettings,
     watcher: ProgressCallbacks | None = None,
+    versus: Versus | None = None,
 ) -> JoinSummary:
     """Write the rows that have values to a Parquet file, with columns of reference log-probs added.
 
@@ -97,6 +104,8 @@ def join_dataset(
         chosen_key and rejected_key (for KTO, completion_key): key of each sequence.
         ref_chosen_tokens and ref_rejected_tokens (for KTO, ref_tokens): number of log-probs in each sum, int64.
         ref_row: row number in the dataset, starting at 0, int64.
+        With `versus`, versus_chosen_logps and versus_rejected_logps (for KTO, versus_logps): the second model's sums; and the
+            columns of `log_ratios`. All are float32, in nats.
 
     Two entries are added to the Parquet metadata, both JSON. `reflogp` contains the store, reference, snapshot and settings.
     `reflogp.coverage` contains the coverage and the numbers of rows that were read and written.
@@ -116,12 +125,14 @@ def join_dataset(
     writer: pq.ParquetWriter | None = None
     with write_atomically(target) as partial:
         try:
-            for window in joined_windows(dataset, snapshot, summary, settings, watcher):
+            for window in joined_windows(dataset, snapshot, summary, settings, watcher, versus):
                 if not window.rows:  # if nothing is written, an older file is kept
                     continue
                 table = _side_by_side(table_of_rows(window.rows, row_schema), window.columns)
                 if writer is None:
                     note = {"store": store, **join_note(snapshot, settings)}
+                    if versus is not None:
+                        note["versus"] = join_note(versus.snapshot, settings)
                     schema = table.schema.with_metadata({"reflogp": json.dumps(note)})
                     writer = pq.ParquetWriter(partial, schema, compression="zstd")
                 writer.write_table(table)
@@ -147,7 +158,7 @@ class JoinedWindow:
     Attributes:
         rows: the rows as they were read from the dataset.
         columns: the columns that the join adds: keys, sums of log-probs (float32, nats), the number of log-probs in each sum,
-            and row numbers (ref_row).
+            and row numbers (ref_row). With a second model, also its sums and the log-ratios.
     """
 
     rows: list[dict[str, Any]]
@@ -160,6 +171,7 @@ def joined_windows(
     summary: JoinSummary,
     settings: TrainerSettings,
     watcher: ProgressCallbacks | None = None,
+    versus: Versus | None = None,
 ) -> Iterator[JoinedWindow]:
     """Yield the rows that have values, one window of the dataset at a time, and count all rows in `summary`.
 
@@ -167,6 +179,7 @@ def joined_windows(
     `summary.coverage` is set only after the last window.
     """
     counting, begun = RowCount(dataset), False
+    summary.versus_reference_id = versus.snapshot.reference_id if versus else ""
     for window in dataset:
         if watcher and not begun and counting.rows is not None:
             watcher.begin(counting.rows)
@@ -179,19 +192,27 @@ def joined_windows(
             watcher.advance(window.row_count(), 0)
         if not len(window.table):
             continue
-        join = join_logps(window.table, snapshot, **asdict(settings))
+        asked = ask(window.table, max_length=settings.max_length, truncation_mode=settings.truncation_mode)
+        join = answer(asked, snapshot, settings.ld_alpha)
+        other = answer(asked, versus.snapshot, settings.ld_alpha) if versus else join
+        unusable = join.unusable | (other.unusable & ~join.missing)
+        versus_missing = other.missing & ~join.missing & ~unusable
         numbers = window.table["row"].to_numpy()
-        for row in numbers[join.unusable]:
+        for row in numbers[unusable]:
             _bad(summary, watcher, int(row), UNUSABLE)
+        summary.versus_missing += int(versus_missing.sum())
         summary.missing += int(join.missing.sum())
         room = NAMED_ROWS - len(summary.missing_row_numbers)
         summary.missing_row_numbers += [int(row) for row in numbers[join.missing][:room]]
         summary.dropped_rows += int(join.dropped.sum())
-        kept = np.flatnonzero(~join.missing & ~join.unusable & ~join.dropped)
+        kept = np.flatnonzero(~join.missing & ~versus_missing & ~unusable & ~join.dropped)
         columns = {name.replace("_ids", "_key"): keys.take(pa.array(kept)) for name, keys in join.keys.items()}
         for (name, values), tokens in zip(join.logps.items(), join.tokens.values(), strict=True):
             columns[name] = pa.array(values[kept], pa.float32())
             columns[tokens_column(name)] = pa.array(tokens[kept], pa.int64())
+        if versus:
+            added = {name.replace("ref_", "versus_"): logps for name, logps in other.logps.items()} | log_ratios(join, other)
+            columns |= {name: pa.array(values[kept], pa.float32()) for name, values in added.items()}
         columns[ROW_COLUMN] = pa.array(numbers[kept], pa.int64())
         summary.written += len(kept)
         yield JoinedWindow([window.rows[i] for i in kept], pa.table(columns))

@@ -16,6 +16,7 @@ from reflogp.scoring.data.tokenize import TokenizedRows
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.reports import findings
 from reflogp.scoring.reports.collect import Collected, ReportSummary, collect
+from reflogp.scoring.reports.comparison import compare
 from reflogp.scoring.reports.duplicates import find_duplicates
 from reflogp.scoring.reports.figures import label_preference, make_figures, pair_preference
 from reflogp.scoring.reports.outliers import find_outliers
@@ -23,6 +24,7 @@ from reflogp.scoring.reports.page import PAGE_NAME, Content, check_folder, rende
 from reflogp.scoring.reports.shown import read_shown
 from reflogp.scoring.reports.truncation import TRL_MAX_LENGTH, cut, cuts, max_length_for_share
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
+from reflogp.scoring.versus import Versus
 from reflogp.store import Snapshot
 from reflogp.store.files import write_atomically
 from reflogp.store.windows import TrainerSettings, check_truncation
@@ -30,6 +32,8 @@ from reflogp.store.windows import TrainerSettings, check_truncation
 #: The page shows at most this many examples of each kind of outlier, this many pairs whose completions hardly differ, and this
 #: many near duplicates (each with the earlier example that it nearly repeats).
 _SHOWN = 4
+#: The page shows at most this many pairs with the lowest margins of implicit rewards.
+_LOWEST = 10
 #: The suggested max_length (`max_length_for_share`) leaves at least this fraction of the examples uncut.
 _MOST = 0.99
 
@@ -43,6 +47,7 @@ def write_report(
     score: str,
     model: str,
     watcher: ProgressCallbacks | None = None,
+    versus: Versus | None = None,
 ) -> ReportSummary:
     """Write a report about a dataset: `output`/index.html.
 
@@ -51,6 +56,7 @@ def write_report(
             the finding about truncation assumes TRL's default max_length.
         score: command that the page shows for scoring the missing rows.
         model: model name or path as the user gave it.
+        versus: a second model, with which the page compares the first.
 
     Raises:
         UsageError: the settings are invalid, the dataset cannot be used, or `output` is a file, contains something other than a
@@ -62,8 +68,10 @@ def write_report(
     folder = Path(output)
     check_folder(folder)
     name = dataset.source.name
-    collected = collect(dataset, name, snapshot, settings, watcher)
-    page = make_page(collected, dataset.only, dataset.tokenizer, snapshot, settings, score=score, data=name, model=model)
+    collected = collect(dataset, name, snapshot, settings, watcher, versus)
+    page = make_page(
+        collected, dataset.only, dataset.tokenizer, snapshot, settings, score=score, data=name, model=model, versus=versus
+    )
     dataset.source.check_unchanged()  # the dataset was read twice and must not have changed in between
     with write_atomically(folder / PAGE_NAME) as partial:
         partial.write_bytes(page)
@@ -82,18 +90,20 @@ def make_page(
     score: str,
     data: str,
     model: str,
+    versus: Versus | None = None,
 ) -> bytes:
     """Return a report's page, in UTF-8. `collected.summary` is completed, except for `output` and `seconds`.
 
     Args:
         only: function that reads the dataset's rows with the given numbers.
-        score, settings: see `write_report`.
+        score, settings, versus: see `write_report`.
         data, model: names of the dataset and of the model that the page shows.
     """
     max_length, truncation_mode = settings.max_length, settings.truncation_mode
     duplicates, outliers = find_duplicates(collected, _SHOWN), find_outliers(collected, _SHOWN)
     pairs = pair_preference(collected) if collected.pairs else None
     labels = None if collected.pairs else label_preference(collected)
+    comparison = compare(collected, versus, tokenizer, _LOWEST) if versus else None
     lengths = collected.lengths()
     at = cut(lengths, max_length or TRL_MAX_LENGTH, truncation_mode)
     enough = max_length_for_share(lengths, _MOST)
@@ -103,6 +113,7 @@ def make_page(
         *findings.coverage_findings(collected, score),
         *findings.value_findings(collected, len(tokenizer)),
         *(findings.pair_findings(pairs, collected) if labels is None else findings.label_findings(labels)),
+        *findings.comparison_findings(comparison),
         *findings.truncation_findings(at, max_length is not None, enough, noun),
         *findings.duplicate_findings(duplicates, summary.examples, noun),
         *findings.outlier_findings(outliers, summary.with_values),
@@ -111,7 +122,8 @@ def make_page(
     near = {*duplicates.near_pairs.first.tolist(), *duplicates.near_pairs.second.tolist()}
     farthest = {place for kind in outliers for place, _ in kind.worst}
     compared = [place for place, _ in duplicates.alike_pairs]
-    shown = read_shown({*near, *farthest, *compared}, compared, collected, only, tokenizer, snapshot, settings)
+    lowest = [place for place, _ in comparison.lowest] if comparison else []
+    shown = read_shown({*near, *farthest, *lowest, *compared}, compared, collected, only, tokenizer, snapshot, settings)
     content = Content(
         data=data,
         model=model,
@@ -122,6 +134,7 @@ def make_page(
         collected=collected,
         figures=make_figures(collected),
         pairs=pairs,
+        comparison=comparison,
         at=at,
         cuts=cuts(lengths, max_length, truncation_mode),
         duplicates=duplicates,
@@ -130,6 +143,9 @@ def make_page(
     )
     summary.accuracy = None if pairs is None else pairs.accuracy
     summary.accuracy_per_token = None if pairs is None else pairs.accuracy_per_token
+    if comparison:
+        summary.versus_missing, summary.implicit_reward_accuracy = comparison.missing, comparison.accuracy
+        summary.versus_reference_id = comparison.versus.snapshot.reference_id
     summary.exact_duplicates, summary.near_duplicates = duplicates.exact, duplicates.near
     summary.contrary, summary.identical, summary.alike = duplicates.contrary, duplicates.identical, duplicates.alike
     summary.outliers = {kind.name: kind.count for kind in outliers}

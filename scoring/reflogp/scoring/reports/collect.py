@@ -19,8 +19,9 @@ from reflogp.scoring.reports.sketches import Sketches, shared_starts, similariti
 from reflogp.scoring.reports.truncation import Lengths
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.score import EMPTY_COMPLETION, NAMED_ROWS
+from reflogp.scoring.versus import Versus
 from reflogp.store import Join, Snapshot, UsageError
-from reflogp.store.joins import UNUSABLE, ask, join_found
+from reflogp.store.joins import UNUSABLE, answer, ask, join_found
 from reflogp.store.keys import keys_as_words, list_lengths, token_lists
 from reflogp.store.snapshot import Found
 from reflogp.store.texts import counted, short_repr
@@ -41,6 +42,7 @@ class Side:
         sums: sum of the log-probs of these tokens, in nats, float64 (n,); NaN where `Collected.usable` is False.
         lowest: lowest log-prob among these tokens, float64 (n,); NaN where `Collected.usable` is False.
         keys: first half of each sequence's key, uint64 (n,).
+        log_ratios: `sums` minus those of a second model, in nats, float64 (n,); NaN where one of the two is missing.
     """
 
     lengths: npt.NDArray[np.int32]
@@ -48,6 +50,7 @@ class Side:
     sums: npt.NDArray[np.float64]
     lowest: npt.NDArray[np.float64]
     keys: npt.NDArray[np.uint64]
+    log_ratios: npt.NDArray[np.float64]
 
     def means(self) -> npt.NDArray[np.float64]:
         return self.sums / np.maximum(self.tokens, 1)
@@ -72,6 +75,9 @@ class ReportSummary:
             values.
         accuracy_per_token: fraction of pairs whose chosen completion has the higher mean log-prob per token; None for KTO or if
             no pair has values.
+        versus_missing: number of examples with log-probs for which the second model (`versus`) has none.
+        implicit_reward_accuracy: fraction of pairs with a positive margin of implicit rewards (`Comparison`); None for KTO, or
+            if no pair has values of both models.
         exact_duplicates: number of examples that exactly repeat an earlier example (`Duplicates.exact`).
         contrary: number of examples that also occur with the opposite preference (`Duplicates.contrary`).
         identical: number of pairs whose completions are the same (`Duplicates.identical`).
@@ -84,6 +90,7 @@ class ReportSummary:
             and `command` (None if there is no command to run).
         seconds: number of seconds that it took to write the report.
         reference_id: id of the reference whose values are reported, 32 hexadecimal digits.
+        versus_reference_id: id of the second model's reference; empty if there is none.
         snapshot: number of the snapshot that the values were read from.
         store: URI of the store.
         output: path of the page.
@@ -100,6 +107,8 @@ class ReportSummary:
     coverage: float = 0.0
     accuracy: float | None = None
     accuracy_per_token: float | None = None
+    versus_missing: int = 0
+    implicit_reward_accuracy: float | None = None
     exact_duplicates: int = 0
     contrary: int = 0
     identical: int = 0
@@ -110,6 +119,7 @@ class ReportSummary:
     findings: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
     reference_id: str = ""
+    versus_reference_id: str = ""
     snapshot: int = 0
     store: str = ""
     output: str = ""
@@ -178,12 +188,13 @@ class Collector:
         self._problems: list[tuple[int, str]] = []
         self._parts: list[dict[str, npt.NDArray[Any]]] = []
 
-    def add(self, window: TokenizedRows, found: Found, join: Join) -> dict[int, str]:
+    def add(self, window: TokenizedRows, found: Found, join: Join, other: Join | None = None) -> dict[int, str]:
         """Add a window with completion columns. Return the reason of each of its bad rows.
 
         Args:
             found: result of the lookup of the keys of the table's sequences, one completion column after the other.
             join: the sums of these values.
+            other: the sums of a second model's values.
         """
         table, summary = window.table, self._summary
         rows = table["row"].to_numpy()
@@ -199,7 +210,7 @@ class Collector:
         summary.dropped_rows += int(join.dropped.sum())
         self.add_bad_rows(window.last_row, problems)
         if len(table):
-            self._parts.append(_numbers(window, found, join, usable, self._sketches))
+            self._parts.append(_numbers(window, found, join, other, usable, self._sketches))
         return problems
 
     def add_bad_rows(self, last_row: int, problems: dict[int, str]) -> None:
@@ -240,6 +251,7 @@ def collect(
     snapshot: Snapshot,
     settings: TrainerSettings,
     watcher: ProgressCallbacks | None = None,
+    versus: Versus | None = None,
 ) -> Collected:
     """Read a dataset once, and look up its log-probs. Raises UsageError, with the dataset's name, if no row can be used."""
     collector, watcher = Collector(), watcher or ProgressCallbacks()
@@ -252,7 +264,8 @@ def collect(
         if len(window.table):
             asked = ask(window.table, max_length=settings.max_length, truncation_mode=settings.truncation_mode)
             found = snapshot.find(asked.all_keys())
-            problems = collector.add(window, found, join_found(asked, found, settings.ld_alpha))
+            other = answer(asked, versus.snapshot, settings.ld_alpha) if versus else None
+            problems = collector.add(window, found, join_found(asked, found, settings.ld_alpha), other)
         else:
             collector.add_bad_rows(window.last_row, problems)
         watcher.advance(window.row_count(), 0)
@@ -261,7 +274,9 @@ def collect(
     return collector.collected(name)
 
 
-def _numbers(window: TokenizedRows, found: Found, join: Join, usable: Bools, sketches: Sketches) -> dict[str, npt.NDArray[Any]]:
+def _numbers(
+    window: TokenizedRows, found: Found, join: Join, other: Join | None, usable: Bools, sketches: Sketches
+) -> dict[str, npt.NDArray[Any]]:
     """Return the statistics of a window's examples, as a dict from names, such as "row" or "chosen.sums", to arrays."""
     table = window.table
     prompts = token_lists(table["prompt_ids"])
@@ -270,14 +285,17 @@ def _numbers(window: TokenizedRows, found: Found, join: Join, usable: Bools, ske
     columns = {"row": table["row"].to_numpy(), "usable": usable, "prompts": list_lengths(prompts)}
     columns["bare"] = (columns["prompts"] == 0) & ~join.dropped
     lowest = _lowest(join, found)
-    for (name, lists), logps in zip(completions.items(), join.logps.values(), strict=False):
+    both = usable & ~(other.missing | other.unusable) if other else np.zeros(len(table), bool)
+    for (name, lists), (column, logps) in zip(completions.items(), join.logps.items(), strict=False):
         side = name.removesuffix("_ids")
+        theirs = other.logps[column] if other else logps
         columns |= {
             f"{side}.lengths": list_lengths(lists),
             f"{side}.tokens": join.tokens[name].astype(np.int32),
             f"{side}.sums": np.where(usable, logps.astype(np.float64), np.nan),
             f"{side}.lowest": np.where(usable, lowest[name], np.nan),
             f"{side}.keys": keys_as_words(join.keys[name])[0],
+            f"{side}.log_ratios": np.where(both, logps.astype(np.float64) - theirs, np.nan),
         }
     if "chosen_ids" in completions:
         chosen, rejected = completions.values()

@@ -75,9 +75,8 @@ def make_figures(collected: Collected) -> Figures | None:
         return None
     series = {name: side.means()[good] for name, side in collected.sides.items()}
     if collected.labels is not None:
-        [means], labels = series.values(), collected.labels[good]
-        names = {1: "desirable", 0: "undesirable", NO_LABEL: "without label"}
-        series = {name: means[labels == label] for label, name in names.items() if (labels == label).any()}
+        [means] = series.values()
+        series = by_label(means, collected.labels[good])
     logps = histograms(series)
     tokens = np.concatenate([side.tokens[good] for side in collected.sides.values()])
     density = _density(tokens, np.concatenate([side.means()[good] for side in collected.sides.values()]))
@@ -87,6 +86,11 @@ def make_figures(collected: Collected) -> Figures | None:
     margins = histograms({"pairs": (chosen.sums - rejected.sums)[good]}, zero=True)
     per_token = histograms({"pairs": (chosen.means() - rejected.means())[good]}, zero=True)
     return Figures(logps, margins, per_token, density)
+
+
+def by_label(values: Floats, labels: npt.NDArray[np.int8]) -> dict[str, Floats]:
+    names = {1: "desirable", 0: "undesirable", NO_LABEL: "without label"}
+    return {name: values[labels == label] for label, name in names.items() if (labels == label).any()}
 
 
 def histograms(series: dict[str, Floats], zero: bool = False) -> Histograms:

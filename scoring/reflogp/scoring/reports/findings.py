@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 
 from reflogp.scoring.reports.collect import ALIKE, Collected
+from reflogp.scoring.reports.comparison import Comparison
 from reflogp.scoring.reports.duplicates import Duplicates
 from reflogp.scoring.reports.figures import LabelPreference, PairPreference
 from reflogp.scoring.reports.outliers import OutlierKind
@@ -137,6 +138,26 @@ def pair_findings(preference: PairPreference | None, collected: Collected) -> li
                 "check" if alike >= _MUCH_ALIKE * len(collected.rows) else "fact",
                 f"In {_of(alike, len(collected.rows), 'pair')}, chosen and rejected hardly differ: at least {ALIKE:.0%} of "
                 "their tokens are the same and in the same order.",
+            )
+        )
+    return found
+
+
+def comparison_findings(comparison: Comparison | None) -> list[Finding]:
+    """Return findings about a second model's missing values, and about the margins of the implicit rewards."""
+    if comparison is None:
+        return []
+    found = []
+    if comparison.advice:
+        said, command = comparison.advice
+        found.append(Finding("fix", f"{said}{'. Score them:' if command else '.'}", command))
+    if comparison.right is not None and comparison.compared:
+        share = percent(comparison.right, comparison.compared)
+        found.append(
+            Finding(
+                "fact",
+                f"As a policy of DPO with {comparison.versus.model} as its reference, the model gives chosen the higher "
+                f"implicit reward in {share} of {counted(comparison.compared, 'pair')}. 50% is chance.",
             )
         )
     return found

@@ -32,6 +32,7 @@ from reflogp.scoring.reports.chart_frame import (
     y_at,
 )
 from reflogp.scoring.reports.collect import ALIKE, Collected
+from reflogp.scoring.reports.comparison import Comparison
 from reflogp.scoring.reports.duplicates import Duplicates
 from reflogp.scoring.reports.figures import Density, Figures, Histograms, PairPreference
 from reflogp.scoring.reports.findings import Finding, verdict
@@ -59,6 +60,7 @@ class Content:
     Attributes:
         noun: what an example is called: "pair" or "row".
         pairs: how often the reference prefers chosen; None for KTO or if no pair has values.
+        comparison: the comparison with a second model; None if there is none.
         at: the effect of the trainer's max_length on the dataset. If the user set no max_length, the effect of TRL's default.
         cuts: the effects of several values of max_length.
         shown: dict from the index of each displayed example to what the page displays for it.
@@ -73,6 +75,7 @@ class Content:
     collected: Collected
     figures: Figures | None
     pairs: PairPreference | None
+    comparison: Comparison | None
     at: Cut
     cuts: list[Cut]
     duplicates: Duplicates
