@@ -459,7 +459,8 @@ class Sequence(RuleBasedStateMachine):
             told.deaths += 1
 
     def uploaded(self, name: str, dataset: int) -> str:
-        answer = self.ask("PUT", f"/v1/uploads/{name}", content=self.library.dataset(dataset).read_bytes())
+        content, headers = self.library.dataset(dataset).read_bytes(), {"content-type": "application/octet-stream"}
+        answer = self.ask("PUT", f"/v1/uploads/{name}", content=content, headers=headers)
         if answer is not None and answer.status_code in (200, 201):
             self.uploads[name] = {dataset}, True
         elif answer is None or answer.status_code >= 500:
@@ -603,7 +604,8 @@ class Sequence(RuleBasedStateMachine):
         self.continued()
         for reference, version in self.world.served.items():
             if self.world.weights[reference] != version:
-                for _, _, ids in self.lines:  # one that has not read its model yet
+                for _, faults, ids in self.lines:  # one that is reading its model, or has not read it yet
+                    faults.add("weights")
                     ids.add(self.id_of(version))
                 self.world.swap_weights(reference, version, "rename")
         if not self.world.pid():
