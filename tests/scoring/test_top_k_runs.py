@@ -4,11 +4,13 @@ import json
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from reflogp.scoring import EngineChoice, score
+from reflogp.scoring import EngineChoice, join, score
+from reflogp.scoring.errors import NotScoredError
 from reflogp.store import ReferenceNotFoundError, Store, UsageError, import_folder, sequence_keys
 from reflogp.store.schema import shard_table
 from tests.conftest import plain_token_logps, write_rows
@@ -165,3 +167,63 @@ def test_other_engines_say_so(tmp_path, reference_folder, rows):
     engine = EngineChoice("remote", url="http://127.0.0.1:9")
     with pytest.raises(UsageError, match="top_k 3: the remote engine does not compute it; use the torch engine"):
         score(str(reference_folder), rows, tmp_path / "store", dtype="float32", engine=engine, top_k=3)
+
+
+CHATS = [
+    {"messages": [{"role": "user", "content": f"Count to {n}."}, {"role": "assistant", "content": " ".join("123456"[:n])}]}
+    for n in range(1, 6)
+]
+
+
+@torch.inference_mode()
+def whole_distribution(model, ids) -> torch.Tensor:
+    return torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0, :-1], 1)
+
+
+def test_joined_columns_describe_each_token_from_the_second_on(tmp_path, reference_folder, plain, tokenizer):
+    model, store = str(reference_folder), tmp_path / "store"
+    score(model, CHATS, store, dtype="float32", top_k=K)
+    joined = join(model, CHATS, store, top_k=3)
+    for row, chat in zip(joined, CHATS, strict=True):
+        assert row["messages"] == chat["messages"]
+        ids = tokenizer.apply_chat_template(chat["messages"], tokenize=True, return_dict=True)["input_ids"]
+        right = torch.topk(whole_distribution(plain, ids), 3)
+        assert row["ref_top_ids"] == right.indices.tolist()
+        assert np.allclose(row["ref_top_logps"], right.values, rtol=2**-10, atol=1e-5)
+    with pytest.raises(ReferenceNotFoundError, match="with the 9 most probable tokens"):
+        join(model, CHATS, store, top_k=9)
+
+
+def test_pairs_have_columns_of_both_sides_and_rows_without_are_missing(tmp_path, reference_folder, rows, plain):
+    model, store = str(reference_folder), tmp_path / "store"
+    score(model, rows, store, dtype="float32")
+    score(model, rows[:7], store, dtype="float32", top_k=K)
+    with pytest.raises(NotScoredError, match=r"no values for 5 rows .* --top-k 5`"):
+        join(model, rows, store, top_k=K)
+    joined = join(model, rows, store, top_k=K, on_miss="drop")
+    assert len(joined) == 7
+    for row in joined:
+        for side in ("chosen", "rejected"):
+            right = best(plain, row["prompt_ids"], row[f"{side}_ids"], K)
+            assert row[f"ref_{side}_top_ids"] == right.indices.tolist()
+            assert np.shape(row[f"ref_{side}_top_logps"]) == (row[f"ref_{side}_tokens"], K)
+
+
+def test_an_export_for_axolotls_distillation(reflogp, tmp_path, reference_folder, plain, tokenizer):
+    file, common = write_rows(tmp_path / "chats.jsonl", CHATS), ("--store", tmp_path / "store", "--dtype", "float32")
+    for command in (
+        ("score", reference_folder, file, *common, "--top-k", K),
+        ("join", reference_folder, file, *common, "--top-k", K, "-o", tmp_path / "joined.parquet"),
+        ("export", tmp_path / "joined.parquet", "--as", "axolotl-kd", "-o", tmp_path / "kd.parquet"),
+    ):
+        code, _, err = reflogp(*command)
+        assert code == 0, err
+    rows = pq.read_table(tmp_path / "kd.parquet").to_pylist()
+    assert list(rows[0]) == ["messages", "logprobs", "target_token_ids"] and len(rows) == len(CHATS)
+    for row, chat in zip(rows, CHATS, strict=True):
+        ids = tokenizer.apply_chat_template(chat["messages"], tokenize=True, return_dict=True)["input_ids"]
+        right = torch.topk(whole_distribution(plain, ids), K)
+        assert row["target_token_ids"] == right.indices.tolist()
+        assert np.allclose(row["logprobs"], right.values, rtol=2**-10, atol=1e-5)
+    code, _, err = reflogp("export", tmp_path / "kd.parquet", "--as", "axolotl-kd", "-o", tmp_path / "again.parquet")
+    assert code == 2 and "cannot be read as output of `reflogp join`" in err

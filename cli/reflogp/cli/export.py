@@ -1,7 +1,11 @@
-"""`reflogp export`: write joined values in the file format of open-instruct, which runs no reference model where it has them.
+"""`reflogp export`: write joined values in the file formats of training stacks, which run no other model where they have them.
 
-The format is defined in allenai/open-instruct: TensorCache in open_instruct/model_utils.py, and build_reference_logprobs_cache
-in dpo_utils.py. It is a .pt file with the float32 tensors "chosen_logps" and "rejected_logps", one value per pair in row order.
+axolotl-kd: a dataset of the type axolotl.integrations.kd.chat_template (src/axolotl/integrations/kd/chat_template.py): Parquet
+rows with the lists `logprobs` and `target_token_ids`, which describe the last tokens of the chat.
+
+open-instruct: the format is defined in allenai/open-instruct, by TensorCache in open_instruct/model_utils.py and by
+build_reference_logprobs_cache in dpo_utils.py. It is a .pt file with the float32 tensors "chosen_logps" and "rejected_logps",
+one value per pair in row order.
 """
 
 from __future__ import annotations
@@ -26,6 +30,9 @@ from reflogp.store.texts import counted
 
 #: The value that compute_reference_cache_hash in dpo_utils.py returns: the first 16 hex digits of a sha256.
 _HASH = re.compile(r"[0-9a-f]{16}")
+#: Column of axolotl's dataset -> column of a joined file.
+_TOP = {"logprobs": "ref_top_logps", "target_token_ids": "ref_top_ids"}
+_ROWS_AT_ONCE = 1024
 _SETTINGS = ("ld_alpha", "max_length", "truncation_mode", "reference_id", "reference_dtype", "snapshot")
 _LOGPS = tuple(PAIR_COLUMNS.values())
 _TOKENS = tuple(map(tokens_column, _LOGPS))
@@ -35,36 +42,55 @@ _NAMED_ROWS, _LISTED_ROWS = 10, 100
 
 def export(
     joined: Annotated[Path, typer.Argument(help="File written by `reflogp join` or `reflogp jobs result`.", metavar="JOINED")],
-    stack: Annotated[Literal["open-instruct"], typer.Option("--as", help="The training stack that will read the output.")],
+    stack: Annotated[
+        Literal["axolotl-kd", "open-instruct"], typer.Option("--as", help="The training stack that will read the output.")
+    ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="open-instruct's cache folder, $REFERENCE_LOGPROBS_CACHE_PATH.")
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            help="axolotl-kd: Parquet file to write. open-instruct: its cache folder, $REFERENCE_LOGPROBS_CACHE_PATH.",
+        ),
     ],
     cache_hash: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--hash",
-            help="The hash in the name of the training run's cache file. To find it, run open-instruct's dpo.py with "
-            "--cache_dataset_only: it logs 'Reference logprobs cache path: …/<hash>.pt' and stops soon after.",
+            help="open-instruct: the hash in the name of the training run's cache file. To find it, run open-instruct's "
+            "dpo.py with --cache_dataset_only: it logs 'Reference logprobs cache path: …/<hash>.pt' and stops soon after.",
         ),
-    ],
+    ] = None,
     loss_type: Annotated[
-        Literal["dpo", "dpo_norm", "wpo"],
+        Literal["dpo", "dpo_norm", "wpo"] | None,
         typer.Option(
-            help="The training run's --loss_type. dpo and wpo use each completion's log-prob sum; dpo_norm uses the mean over "
-            "its tokens."
+            help="open-instruct: the training run's --loss_type. dpo and wpo use each completion's log-prob sum; dpo_norm uses "
+            "the mean over its tokens."
         ),
-    ],
+    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Write joined pairs in a format that another training stack reads instead of running a reference model.
+    """Write joined rows in a format that another training stack reads instead of running a reference model or a teacher.
 
-    Each value belongs to an exact sequence of tokens, but open-instruct does not check whether a row's value was computed for
-    its tokens. Therefore, let open-instruct tokenize the pairs, and score and join a dataset of these token ids (prompt_ids,
-    chosen_ids, rejected_ids), with its rows in the order of open-instruct's dataset. If some rows have no values, this command
-    lists these rows, writes nothing, and exits with code 3.
+    axolotl-kd: joined conversations with the most probable tokens of each position (`reflogp join --top-k`).
+
+    open-instruct: each value belongs to an exact sequence of tokens, but open-instruct does not check whether a row's value was
+    computed for its tokens. Therefore, let open-instruct tokenize the pairs, and score and join a dataset of these token ids
+    (prompt_ids, chosen_ids, rejected_ids), with its rows in the order of open-instruct's dataset. If some rows have no values,
+    this command lists these rows, writes nothing, and exits with code 3.
+
+    Example: reflogp export joined.parquet --as axolotl-kd -o kd.parquet
 
     Example: reflogp export joined.parquet --as open-instruct -o ./caches --hash 3f0c9d2b81a4e567 --loss-type dpo_norm
     """
+    if stack == "axolotl-kd":
+        if cache_hash is not None or loss_type is not None:
+            raise UsageError("--hash and --loss-type are options of --as open-instruct")
+        result = _write_axolotl(joined, output)
+        print_result(result, as_json, f"{counted(result['written'], 'row')} written for {stack}: {output}")
+        return
+    if cache_hash is None or loss_type is None:
+        raise UsageError("--as open-instruct needs --hash and --loss-type")
     with needs("service"):
         import torch
     if not _HASH.fullmatch(cache_hash):
@@ -91,6 +117,36 @@ def export(
     origin = {name: settings[name] for name in ("reference_id", "reference_dtype", "snapshot")}
     result = {"stack": stack, "rows": expected, "written": expected, "missing": 0, "files": [str(file)], **origin}
     print_result(result, as_json, f"{counted(expected, 'pair')} written for {stack}: {file}")
+
+
+def _write_axolotl(joined: Path, output: Path) -> dict[str, Any]:
+    """Write the rows of a joined file with most probable tokens as a dataset for axolotl's distillation."""
+    if output.suffix != ".parquet":
+        raise UsageError(f"the output {output} is written as a Parquet file, so its name must end in .parquet")
+    try:
+        opened = pq.ParquetFile(joined)
+        names = opened.schema_arrow.names
+        found = json.loads(opened.metadata.metadata[b"reflogp"])
+    except (pa.ArrowException, OSError, TypeError, KeyError, ValueError) as error:
+        raise UsageError(f"{joined} cannot be read as output of `reflogp join`: {error!r}") from error
+    kept = [name for name in ("messages", "conversations", "tools") if name in names]
+    if not set(_TOP.values()) <= set(names) or not kept:
+        raise UsageError(
+            f"{joined} has no conversations with the most probable tokens of each position: score and join rows with a column "
+            "`messages`, both with --top-k"
+        )
+    written = 0
+    with write_atomically(output) as partial, partial.open("wb") as file:
+        writer: pq.ParquetWriter | None = None
+        for batch in opened.iter_batches(_ROWS_AT_ONCE, columns=[*kept, *_TOP.values()]):
+            table = pa.table(batch).select([*kept, *_TOP.values()]).rename_columns([*kept, *_TOP])
+            writer = writer or pq.ParquetWriter(file, table.schema, compression="zstd")
+            writer.write_table(table)
+            written += len(table)
+        if writer is not None:
+            writer.close()
+    origin = {name: found[name] for name in ("reference_id", "reference_dtype", "snapshot", "top_k")}
+    return {"stack": "axolotl-kd", "rows": written, "written": written, "files": [str(output)], **origin}
 
 
 def _read(file: Path) -> tuple[pa.Table, dict[str, Any], int]:

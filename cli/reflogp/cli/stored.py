@@ -11,6 +11,7 @@ from reflogp.cli import options
 from reflogp.cli.console import EXIT_MISSES, err, needs, print_notes, print_result, progress_bar, quiet_libraries
 from reflogp.cli.options import takes_score_arguments
 from reflogp.cli.scored import open_scored, open_versus
+from reflogp.store import Store
 from reflogp.store.commands import ScoreArguments
 from reflogp.store.texts import counted
 
@@ -25,6 +26,12 @@ def join(
     output: Annotated[str, typer.Option("--output", "-o", help="Parquet file to write. Its name must end in .parquet.")],
     ld_alpha: options.LdAlpha = None,
     versus: options.Versus = None,
+    top_k: Annotated[
+        int,
+        typer.Option(
+            min=0, max=256, help="Also add the K most probable tokens of each position (`score --top-k`).", metavar="K"
+        ),
+    ] = 0,
     snapshot: options.SnapshotNumber = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -40,12 +47,13 @@ def join(
     Example: reflogp join ./sft-model pairs.jsonl --store ./logps -o pairs-with-ref.parquet --max-length 1024
     """
     with needs("service"):
-        from reflogp.scoring.joining import join_dataset
+        from reflogp.scoring.joining import TopTokens, join_dataset
     quiet_libraries()
     dataset, at = open_scored(arguments, snapshot)
     second = open_versus(versus, arguments, at)
+    top = TopTokens(Store(arguments.store).top_table(at.reference, top_k).snapshot(), top_k) if top_k else None
     with progress_bar("joining") as bar:
-        summary = join_dataset(dataset, at, output, replace(arguments.settings, ld_alpha=ld_alpha), bar, second)
+        summary = join_dataset(dataset, at, output, replace(arguments.settings, ld_alpha=ld_alpha), bar, second, top)
     _print_dropped(summary.dropped_rows)
     print_notes(summary.notes)
     if summary.missing:
@@ -54,7 +62,7 @@ def join(
         err.print(
             f"skipped {missing} without values in snapshot {summary.snapshot} (0-based row numbers: {named})", style="yellow"
         )
-        err.print(f"score them: {arguments.command()}")
+        err.print(f"score them: {arguments.command()}{f' --top-k {top_k}' if top_k else ''}")
     _print_versus_missing(summary.versus_missing, second, dataset)
     where = f"written to {output}" if summary.written else f"could be joined, so {output} was not written"
     line = f"{summary.written:,} of {summary.rows:,} rows {where} (snapshot {summary.snapshot})"

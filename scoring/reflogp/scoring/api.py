@@ -20,7 +20,7 @@ from reflogp.scoring.data.tokenize import chosen_processor, chosen_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.engines import EngineChoice, PassEngine
 from reflogp.scoring.errors import NotScoredError
-from reflogp.scoring.joining import JoinedWindow, JoinSummary, joined_windows, with_columns
+from reflogp.scoring.joining import JoinedWindow, JoinSummary, TopTokens, joined_windows, with_columns
 from reflogp.scoring.reports.build import write_report
 from reflogp.scoring.reports.collect import ReportSummary
 from reflogp.scoring.runs.callbacks import ProgressCallbacks, progress_bar
@@ -146,6 +146,7 @@ def join(
     snapshot: int | None = None,
     on_miss: Literal["error", "drop"] = "error",
     versus: str | None = None,
+    top_k: int = 0,
 ) -> Any:
     """Add the stored reference log-probs of each row to a dataset. No model is loaded.
 
@@ -174,6 +175,8 @@ def join(
         snapshot: number of the snapshot to read; None for the latest snapshot.
         on_miss: "error" raises an error if a row has no values or cannot be used; "drop" leaves such rows out.
         versus: a second model whose values are in the store, for the same tokens; `dtype` applies to both models.
+        top_k: number of most probable tokens of each position to add, in the columns ref_chosen_top_ids, ref_chosen_top_logps,
+            and the same of rejected (for KTO and whole sequences, ref_top_ids and ref_top_logps).
 
     Returns:
         A dataset of the same type as `dataset`, with the new columns; for a path or a hub name, a `datasets.Dataset`. If
@@ -202,12 +205,13 @@ def join(
     opened = _opened(store)
     settings = TrainerSettings(max_length, truncation_mode, ld_alpha)
     arguments = ScoreArguments(model, "DATA", opened.uri, dtype, settings)
-    command = arguments.command()
+    command = arguments.command() + (f" --top-k {top_k}" if top_k else "")
     with naming_command(command):
         reference, reason = choose_reference(opened, model, dtype)
         at = opened[reference].snapshot(snapshot)
     _say(reason)
     second = _versus(opened, versus, arguments, at, tokenizer)
+    top = TopTokens(opened.top_table(reference, top_k).snapshot(), top_k) if top_k else None
     folder = str(resolve_model(model, None))
     loaded = _tokenizer(folder, tokenizer)()
     find_vision = cache(_vision(folder, tokenizer))
@@ -216,7 +220,7 @@ def join(
         summary = JoinSummary(reference_id=at.reference_id, snapshot=at.number, store=opened.uri)
         problems: dict[int, str] = {}
         tokenized = TokenizedDataset(source, lambda: loaded, load_vision=find_vision)
-        for window in joined_windows(tokenized, at, summary, settings, _BadRows(problems), second):
+        for window in joined_windows(tokenized, at, summary, settings, _BadRows(problems), second, top):
             if on_miss == "error" and is_stream:
                 _require_values(summary, problems, command, second, loaded)
             yield window

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -25,7 +26,8 @@ from reflogp.scoring.runs.score import NAMED_ROWS
 from reflogp.scoring.versus import Versus, log_ratios
 from reflogp.store import Snapshot, UsageError
 from reflogp.store.files import write_atomically
-from reflogp.store.joins import ROW_COLUMN, UNUSABLE, answer, ask, tokens_column
+from reflogp.store.joins import ROW_COLUMN, UNUSABLE, Asked, answer, ask, tokens_column
+from reflogp.store.snapshot import Found
 from reflogp.store.texts import counted, short_repr
 from reflogp.store.windows import TrainerSettings
 
@@ -92,6 +94,7 @@ def join_dataset(
     settings: TrainerSettings,
     watcher: ProgressCallbacks | None = None,
     versus: Versus | None = None,
+    top: TopTokens | None = None,
 ) -> JoinSummary:
     """Write the rows that have values to a Parquet file, with columns of reference log-probs added.
 
@@ -106,6 +109,8 @@ def join_dataset(
         ref_row: row number in the dataset, starting at 0, int64.
         With `versus`, versus_chosen_logps and versus_rejected_logps (for KTO, versus_logps): the second model's sums; and the
             columns of `log_ratios`. All are float32, in nats.
+        With `top`, ref_chosen_top_ids and ref_chosen_top_logps, and the same of rejected (for KTO and whole sequences,
+            ref_top_ids and ref_top_logps): lists of the k most probable tokens at each position of the completion.
 
     Two entries are added to the Parquet metadata, both JSON. `reflogp` contains the store, reference, snapshot and settings.
     `reflogp.coverage` contains the coverage and the numbers of rows that were read and written.
@@ -125,7 +130,7 @@ def join_dataset(
     writer: pq.ParquetWriter | None = None
     with write_atomically(target) as partial:
         try:
-            for window in joined_windows(dataset, snapshot, summary, settings, watcher, versus):
+            for window in joined_windows(dataset, snapshot, summary, settings, watcher, versus, top):
                 if not window.rows:  # if nothing is written, an older file is kept
                     continue
                 table = _side_by_side(table_of_rows(window.rows, row_schema), window.columns)
@@ -133,6 +138,8 @@ def join_dataset(
                     note = {"store": store, **join_note(snapshot, settings)}
                     if versus is not None:
                         note["versus"] = join_note(versus.snapshot, settings)
+                    if top is not None:
+                        note["top_k"] = top.k
                     schema = table.schema.with_metadata({"reflogp": json.dumps(note)})
                     writer = pq.ParquetWriter(partial, schema, compression="zstd")
                 writer.write_table(table)
@@ -152,13 +159,22 @@ def join_note(snapshot: Snapshot, settings: TrainerSettings) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class TopTokens:
+    """The snapshot of a table with most probable tokens, and how many of them to join for each position."""
+
+    snapshot: Snapshot
+    k: int
+
+
+@dataclass(frozen=True)
 class JoinedWindow:
     """The rows that have values in one window (a group of consecutive rows) of a dataset, in the dataset's order.
 
     Attributes:
         rows: the rows as they were read from the dataset.
         columns: the columns that the join adds: keys, sums of log-probs (float32, nats), the number of log-probs in each sum,
-            and row numbers (ref_row). With a second model, also its sums and the log-ratios.
+            and row numbers (ref_row). With a second model, also its sums and the log-ratios; with TopTokens, also the most
+            probable tokens.
     """
 
     rows: list[dict[str, Any]]
@@ -172,6 +188,7 @@ def joined_windows(
     settings: TrainerSettings,
     watcher: ProgressCallbacks | None = None,
     versus: Versus | None = None,
+    top: TopTokens | None = None,
 ) -> Iterator[JoinedWindow]:
     """Yield the rows that have values, one window of the dataset at a time, and count all rows in `summary`.
 
@@ -195,17 +212,19 @@ def joined_windows(
         asked = ask(window.table, max_length=settings.max_length, truncation_mode=settings.truncation_mode)
         join = answer(asked, snapshot, settings.ld_alpha)
         other = answer(asked, versus.snapshot, settings.ld_alpha) if versus else join
-        unusable = join.unusable | (other.unusable & ~join.missing)
-        versus_missing = other.missing & ~join.missing & ~unusable
+        tops = None if top is None else top.snapshot.find(asked.all_keys())
+        missing = join.missing if tops is None else join.missing | _lacking(asked, tops)
+        unusable = join.unusable | (other.unusable & ~missing)
+        versus_missing = other.missing & ~missing & ~unusable
         numbers = window.table["row"].to_numpy()
         for row in numbers[unusable]:
             _bad(summary, watcher, int(row), UNUSABLE)
         summary.versus_missing += int(versus_missing.sum())
-        summary.missing += int(join.missing.sum())
+        summary.missing += int(missing.sum())
         room = NAMED_ROWS - len(summary.missing_row_numbers)
-        summary.missing_row_numbers += [int(row) for row in numbers[join.missing][:room]]
+        summary.missing_row_numbers += [int(row) for row in numbers[missing][:room]]
         summary.dropped_rows += int(join.dropped.sum())
-        kept = np.flatnonzero(~join.missing & ~versus_missing & ~unusable & ~join.dropped)
+        kept = np.flatnonzero(~missing & ~versus_missing & ~unusable & ~join.dropped)
         columns = {name.replace("_ids", "_key"): keys.take(pa.array(kept)) for name, keys in join.keys.items()}
         for (name, values), tokens in zip(join.logps.items(), join.tokens.values(), strict=True):
             columns[name] = pa.array(values[kept], pa.float32())
@@ -213,10 +232,41 @@ def joined_windows(
         if versus:
             added = {name.replace("ref_", "versus_"): logps for name, logps in other.logps.items()} | log_ratios(join, other)
             columns |= {name: pa.array(values[kept], pa.float32()) for name, values in added.items()}
+        if top is not None and tops is not None:
+            columns |= _top_columns(asked, tops, top.k, kept)
         columns[ROW_COLUMN] = pa.array(numbers[kept], pa.int64())
         summary.written += len(kept)
         yield JoinedWindow([window.rows[i] for i in kept], pa.table(columns))
     summary.coverage = summary.written / max(1, summary.rows - summary.dropped_rows)
+
+
+def _lacking(asked: Asked, tops: Found) -> npt.NDArray[np.bool_]:
+    """Return a mask of the rows for which the most probable tokens of a needed position are missing."""
+    lengths = tops.lengths.reshape(len(asked.columns), -1)
+    needed = np.stack([asked.needed[name] for name in asked.columns])
+    lacking: npt.NDArray[np.bool_] = (lengths < needed).any(0) & ~asked.dropped
+    return lacking
+
+
+def _top_columns(asked: Asked, tops: Found, k: int, kept: npt.NDArray[np.int64]) -> dict[str, pa.Array]:
+    columns: dict[str, pa.Array] = {}
+    for side, (name, reference) in enumerate(asked.columns.items()):
+        found = tops.top(k, side * len(asked.dropped) + kept)
+        cut = [
+            tuple(values[:length] for values in of_row) if of_row is not None else None
+            for of_row, length in zip(found, asked.needed[name][kept].tolist(), strict=True)
+        ]
+        for at, kind in enumerate(("ids", "logps")):
+            columns[reference.replace("_logps", f"_top_{kind}")] = _nested([of_row[at] for of_row in cut if of_row], k)
+    return columns
+
+
+def _nested(arrays: list[npt.NDArray[Any]], k: int) -> pa.ListArray:
+    """Return arrays of shape (positions, k) as lists of lists."""
+    lengths = list(map(len, arrays))
+    values = pa.array(np.concatenate([array.ravel() for array in arrays]) if arrays else np.zeros(0, np.int32))
+    inner = pa.ListArray.from_arrays(pa.array(np.arange(sum(lengths) + 1, dtype=np.int32) * k), values)
+    return pa.ListArray.from_arrays(pa.array(np.cumsum([0, *lengths], dtype=np.int32)), inner)
 
 
 def _bad(summary: JoinSummary, watcher: ProgressCallbacks | None, row: int, problem: str) -> None:
