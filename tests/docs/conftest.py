@@ -31,6 +31,7 @@ def workspace(reference_folder, tokenizer, pair_rows, tmp_path_factory) -> Itera
     rows = pair_rows[:32]
     write_rows(folder / "pairs.jsonl", rows)
     write_rows(folder / "feedback.jsonl", [_feedback(row, number) for number, row in enumerate(rows)])
+    write_rows(folder / "chats.jsonl", [{"messages": row["prompt"] + row["chosen"]} for row in rows[:8]])
     write_rows(folder / "tokens.jsonl", [_tokens(row, tokenizer) for row in rows[:8]])
     before = Path.cwd()
     os.chdir(folder)

@@ -31,7 +31,7 @@ from reflogp.store.texts import counted
 #: The value that compute_reference_cache_hash in dpo_utils.py returns: the first 16 hex digits of a sha256.
 _HASH = re.compile(r"[0-9a-f]{16}")
 #: Column of axolotl's dataset -> column of a joined file.
-_TOP = {"logprobs": "ref_top_logps", "target_token_ids": "ref_top_ids"}
+AXOLOTL_COLUMNS = {"logprobs": "ref_top_logps", "target_token_ids": "ref_top_ids"}
 _ROWS_AT_ONCE = 1024
 _SETTINGS = ("ld_alpha", "max_length", "truncation_mode", "reference_id", "reference_dtype", "snapshot")
 _LOGPS = tuple(PAIR_COLUMNS.values())
@@ -130,7 +130,7 @@ def _write_axolotl(joined: Path, output: Path) -> dict[str, Any]:
     except (pa.ArrowException, OSError, TypeError, KeyError, ValueError) as error:
         raise UsageError(f"{joined} cannot be read as output of `reflogp join`: {error!r}") from error
     kept = [name for name in ("messages", "conversations", "tools") if name in names]
-    if not set(_TOP.values()) <= set(names) or not kept:
+    if not set(AXOLOTL_COLUMNS.values()) <= set(names) or not kept:
         raise UsageError(
             f"{joined} has no conversations with the most probable tokens of each position: score and join rows with a column "
             "`messages`, both with --top-k"
@@ -138,8 +138,8 @@ def _write_axolotl(joined: Path, output: Path) -> dict[str, Any]:
     written = 0
     with write_atomically(output) as partial, partial.open("wb") as file:
         writer: pq.ParquetWriter | None = None
-        for batch in opened.iter_batches(_ROWS_AT_ONCE, columns=[*kept, *_TOP.values()]):
-            table = pa.table(batch).select([*kept, *_TOP.values()]).rename_columns([*kept, *_TOP])
+        for batch in opened.iter_batches(_ROWS_AT_ONCE, columns=[*kept, *AXOLOTL_COLUMNS.values()]):
+            table = pa.table(batch).select([*kept, *AXOLOTL_COLUMNS.values()]).rename_columns([*kept, *AXOLOTL_COLUMNS])
             writer = writer or pq.ParquetWriter(file, table.schema, compression="zstd")
             writer.write_table(table)
             written += len(table)
