@@ -26,6 +26,7 @@ NOT_RUN: dict[tuple[str | None, str], str] = {
     ): "LLaMA-Factory's environment; tests/trainer_ext/test_llamafactory.py trains there",
     ("docs/ms-swift.md", "swift rlhf"): "ms-swift's environment",
     ("docs/ms-swift.md", "python -m reflogp.trainer"): "ms-swift's environment; tests/trainer_ext/test_swift.py trains there",
+    ("docs/teachers.md", "lm_eval "): "lm-eval's environment; tests/service/test_completions.py reads answers as it does",
     ("docs/axolotl.md", "axolotl "): "axolotl's environment; tests/trainer_ext/test_axolotl.py trains there",
     ("docs/unsloth.md", "import unsloth"): "unsloth's environment; tests/trainer_ext/test_unsloth.py trains there",
     ("docs/clusters.md", "kubectl "): "needs a cluster; tests/examples/test_clusters.py validates the file",

@@ -187,7 +187,10 @@ def parse(line: str) -> None:
         case ["deepspeed", "--module", module, *arguments] | ["python", "-m", module, *arguments] if _FRAMEWORK.match(module):
             assert _source(REPOSITORY / "trainer_ext" / module.replace(".", "/")), f"there is no module {module}"
             read_options(module, arguments, "")
-        case ["deepspeed", "--module", "openrlhf.cli.train_dpo", *_] | ["llamafactory-cli" | "swift" | "axolotl", *_]:
+        case ["deepspeed", "--module", "openrlhf.cli.train_dpo", *_] | [
+            "llamafactory-cli" | "swift" | "axolotl" | "lm_eval",
+            *_,
+        ]:
             pass  # the framework's own command, beside ours
         case ["kubectl", *arguments]:
             _check_files(arguments)
