@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from reflogp.scoring import EngineChoice, join, score
+from reflogp.scoring import join, score
 from reflogp.scoring.errors import NotScoredError
 from reflogp.store import ReferenceNotFoundError, Store, UsageError, import_folder, sequence_keys
 from reflogp.store.schema import shard_table
@@ -161,12 +161,6 @@ def test_the_command_line_and_local_workers(devices, reflogp, tmp_path, referenc
     values = store[store.references()[0]].snapshot().token_logps(keys_of(rows))
     for row, found in zip(rows, values, strict=True):
         assert found == pytest.approx(plain_token_logps(plain, row["prompt_ids"], row["chosen_ids"]), abs=1e-4)
-
-
-def test_other_engines_say_so(tmp_path, reference_folder, rows):
-    engine = EngineChoice("remote", url="http://127.0.0.1:9")
-    with pytest.raises(UsageError, match="top_k 3: the remote engine does not compute it; use the torch engine"):
-        score(str(reference_folder), rows, tmp_path / "store", dtype="float32", engine=engine, top_k=3)
 
 
 CHATS = [

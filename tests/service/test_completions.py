@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from reflogp.scoring import EngineChoice, join, score
 from reflogp.store import ReflogpError, Store, sequence_keys
 from tests.service.serving import float32, running, settings_file, wait_until
 
@@ -148,3 +149,15 @@ def test_trls_teacher_client(service, plain, monkeypatch):
         assert tops == torch.topk(right, K).indices.tolist()
         assert np.allclose(logps, torch.topk(right, K).values, rtol=2**-10, atol=1e-4)
         assert np.allclose(own, right.gather(1, torch.tensor(ids[begin:])[:, None]), atol=1e-4)
+
+
+def test_the_remote_engine_scores_with_such_a_service(service, plain, reference_folder, tmp_path):
+    """What a `vllm serve` is asked by `reflogp score --engine remote --top-k`, a service of reflogp answers too."""
+    engine = EngineChoice("remote", url=service.url, served_model="ref", check_claim=True, device="cpu")
+    rows = [{"prompt_ids": [5, 9], "completion_ids": [7, 30, 2]}, {"prompt_ids": [40], "completion_ids": [41, 42]}]
+    done = score(str(reference_folder), rows, tmp_path / "store", dtype="float32", engine=engine, top_k=K)
+    assert (done.scored, done.bad_rows) == (2, 0) and done.provenance["method"] == "completions"
+    for row in join(str(reference_folder), rows, tmp_path / "store", top_k=K):
+        right = plain([*row["prompt_ids"], *row["completion_ids"]])[len(row["prompt_ids"]) - 1 :]
+        assert row["ref_top_ids"] == torch.topk(right, K).indices.tolist()
+        assert np.allclose(row["ref_top_logps"], torch.topk(right, K).values, rtol=2**-10, atol=1e-4)

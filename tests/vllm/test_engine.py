@@ -177,3 +177,20 @@ def test_what_stops_vllm_at_the_start_is_said(model):
     with pytest.raises(EngineError, match="vLLM cannot load the model"):
         load(model, vllm_options={"max_num_batched_tokens": -5})
     assert VLLM_PYTHON.is_file()
+
+
+def test_the_most_probable_tokens_are_a_plain_forwards(model, pairs, plain_model):
+    k, some = 30, pairs[:40]  # vLLM's own limit is 20
+    other = load(model, top_k=k)
+    try:
+        found = other.score(some)
+    finally:
+        other.close()
+    for sequence, values in zip(some, found, strict=True):
+        ids = torch.tensor([[*sequence.prompt_ids, *sequence.completion_ids]])
+        with torch.inference_mode():
+            whole = torch.log_softmax(plain_model(ids).logits[0, len(sequence.prompt_ids) - 1 : -1], 1)
+        assert np.abs(values.logps - torch.topk(whole, k).values.numpy()).max() <= 1e-4
+        assert np.abs(values.logps - whole.gather(1, torch.from_numpy(values.ids).long()).numpy()).max() <= 1e-4
+        targets = whole.gather(1, torch.as_tensor(sequence.completion_ids)[:, None])[:, 0].numpy()
+        assert np.abs(values.token_logps - targets).max() <= 1e-4

@@ -39,7 +39,7 @@ TopK = Annotated[
     typer.Option(
         min=0,
         max=256,
-        help="With --engine torch: also store the K most probable tokens of each completion position, for distillation.",
+        help="Also store the K most probable tokens of each completion position, for distillation.",
         metavar="K",
     ),
 ]
@@ -98,7 +98,6 @@ TrustClaim = Annotated[
 #: The engine to which each option belongs.
 _OWNERS = {
     "token_budget": "torch",
-    "top_k": "torch",
     "tensor_parallel": "vllm",
     "vllm_option": "vllm",
     "url": "remote",
@@ -116,7 +115,7 @@ def engine_choice(name: EngineName, trust_remote_code: bool, check_claim: bool, 
     """
     from reflogp.scoring.vllm_engine.options import parse_options
 
-    given = {option: values[option] for option in _OWNERS if values.get(option) not in (None, 0, [], ())}
+    given = {option: values[option] for option in _OWNERS if values.get(option) not in (None, [], ())}
     for option in given:
         if _OWNERS[option] != name:
             raise UsageError(
@@ -130,7 +129,8 @@ def engine_choice(name: EngineName, trust_remote_code: bool, check_claim: bool, 
         given["patience_seconds"] = given.pop("patience")
     if name == "remote" and "url" not in given:
         raise UsageError("--engine remote needs --url, the address of a running `vllm serve`")
-    return EngineChoice(name, trust_remote_code=trust_remote_code, check_claim=check_claim, **given)
+    top_k = values.get("top_k") or 0
+    return EngineChoice(name, trust_remote_code=trust_remote_code, check_claim=check_claim, top_k=top_k, **given)
 
 
 def claimed_reference(claim: str, store: Store) -> Reference:

@@ -185,8 +185,6 @@ class EngineChoice:
             UsageError, CheckpointError, EngineError: the engine cannot be loaded.
         """
         self.require_dtype(reference.dtype)
-        if self.top_k and self.name != "torch":
-            raise UsageError(f"top_k {self.top_k}: the {self.name} engine does not compute it; use the torch engine")
         match self.name:
             case "torch":
                 with reference_files(model, reference).unchanged() as checkpoint:
@@ -224,9 +222,11 @@ class EngineChoice:
 
         python = self.vllm_python or os.environ.get("REFLOGP_VLLM_PYTHON") or sys.executable
         with unchanged():
-            loading = vllm_options(model, reference, self.tensor_parallel, self.trust_remote_code, self.vllm_options)
+            loading = vllm_options(
+                model, reference, self.tensor_parallel, self.trust_remote_code, self.vllm_options, self.top_k
+            )
             process = VllmProcess(python, loading, unchanged)
-        return VllmEngine(process, reference)
+        return VllmEngine(process, reference, self.top_k)
 
     def _remote(self, model: str, reference: Reference) -> PassEngine:
         from reflogp.scoring.vllm_engine.engine import VllmEngine
@@ -235,8 +235,8 @@ class EngineChoice:
         if self.url is None:
             raise UsageError("the remote engine needs the URL of a running `vllm serve`; pass --url, or EngineChoice(url=…)")
         key = os.environ.get("VLLM_API_KEY")
-        server = VllmServer(self.url, self.served_model, key, self.concurrency, self.patience_seconds)
-        engine = VllmEngine(server, reference)
+        server = VllmServer(self.url, self.served_model, key, self.concurrency, self.patience_seconds, self.top_k)
+        engine = VllmEngine(server, reference, self.top_k)
         engine.claim = {"reference": "claimed"}
         if self.check_claim:
             with reference_files(model, reference).unchanged() as checkpoint:

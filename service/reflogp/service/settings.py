@@ -88,7 +88,7 @@ class ReferenceSettings(BaseModel):
         "values. If they differ too much, nothing is stored, and the job or request fails.",
     )
     top_k: int = Field(
-        0, ge=0, le=256, description="torch: number of most probable tokens to store with each value, for distillation."
+        0, ge=0, le=256, description="Number of most probable tokens to store with each value, for distillation."
     )
 
     @model_validator(mode="after")

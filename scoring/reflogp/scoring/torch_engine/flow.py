@@ -13,7 +13,7 @@ import torch
 
 from reflogp.scoring.torch_engine.device import Mark
 from reflogp.scoring.torch_engine.packing import Pack
-from reflogp.scoring.torch_engine.sequences import NOT_FINITE, Outcome, Sequence, TokenCounts, TopLogps
+from reflogp.scoring.torch_engine.sequences import NOT_FINITE, Outcome, Sequence, TokenCounts, top_logps_of
 
 #: Seconds between checks of whether the current pass's values are on the host, and of whether there is anything to prepare.
 _LOOK_SECONDS = 0.002
@@ -72,10 +72,7 @@ def _outcome(values: npt.NDArray[np.float32]) -> Outcome:
     """Return a sequence's outcome, given what `Head.logps` returned for its completion tokens."""
     if not np.isfinite(values).all():
         return NOT_FINITE
-    if values.ndim == 1:
-        return values
-    k = values.shape[1] // 2
-    return TopLogps(values[:, 0].copy(), values[:, 1 : 1 + k].copy(), values[:, 1 + k :].astype(np.int32))
+    return values if values.ndim == 1 else top_logps_of(values)
 
 
 class Prepared:

@@ -46,6 +46,12 @@ Outcome = Values | str
 NOT_FINITE = "log-probs are not finite: the model's weights or activations contain NaN or infinity"
 
 
+def top_logps_of(values: npt.NDArray[np.float32]) -> TopLogps:
+    """Return a sequence's values, given an array (n, 1 + 2k): for each token, its log-prob, k log-probs and their ids."""
+    k = values.shape[1] // 2
+    return TopLogps(values[:, 0].copy(), values[:, 1 : 1 + k].copy(), values[:, 1 + k :].astype(np.int32))
+
+
 def token_logps_of(values: Values) -> Logps:
     return values.token_logps if isinstance(values, TopLogps) else values
 

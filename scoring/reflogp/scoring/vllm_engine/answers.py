@@ -50,7 +50,8 @@ class Answer(NamedTuple):
     Attributes:
         at: index of the request in the list passed to `Transport.ask`. In the vLLM process and in an `answers_table`, it is
             the request's number instead (see `requests_body`).
-        values: log-probs of the completion, float32, or None if vLLM returned no log-probs.
+        values: log-probs of the completion, float32, or None if vLLM returned no log-probs. With most probable tokens, 1 + 2k
+            numbers for each token, one after the other; see `top_logps_of`.
         cached: number of tokens that vLLM read from its prefix cache.
         problem: why vLLM cannot score the sequence, or None.
     """
@@ -65,15 +66,17 @@ class VllmEndedError(Exception):
     """The vLLM process exited before it had responded to all requests. It can be restarted."""
 
 
-def believable(values: Any, cached: int, sequence: Sequence) -> bool:
+def believable(values: Any, cached: int, sequence: Sequence, top_k: int = 0) -> bool:
     """Return True if a response contains plausible log-probs for the whole completion.
 
     The log-probs must be finite and, except for rounding errors, not positive. vLLM must have computed the positions that
     predict the completion, instead of reading them from its cache.
     """
-    if values is None or len(values) != len(sequence.completion_ids) or cached > len(sequence.prompt_ids) - 1:
+    width = 1 + 2 * top_k
+    if values is None or len(values) != width * len(sequence.completion_ids) or cached > len(sequence.prompt_ids) - 1:
         return False
-    return bool(np.isfinite(values).all() and (values <= _ROUNDING).all())
+    logps = values.reshape(-1, width)[:, : 1 + top_k]
+    return bool(np.isfinite(logps).all() and (logps <= _ROUNDING).all())
 
 
 def problem_of_answer(values: Any) -> str:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
+import numpy as np
+
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.isolation import Isolation
 from reflogp.scoring.torch_engine.sequences import (
@@ -26,12 +28,14 @@ from reflogp.scoring.torch_engine.sequences import (
     Sequence,
     SequenceImages,
     TokenCounts,
+    TopLogps,
     common_prefix,
     in_order,
     passes_over,
     picture_files,
     prefix_order,
     problem_of,
+    top_logps_of,
 )
 from reflogp.scoring.vllm_engine.answers import (
     Answer,
@@ -129,8 +133,9 @@ class VllmEngine:
             empty if vLLM runs as a local process.
     """
 
-    def __init__(self, transport: Transport, reference: Reference) -> None:
+    def __init__(self, transport: Transport, reference: Reference, top_k: int = 0) -> None:
         self._transport = transport
+        self.top_k = top_k
         self._dtype = reference.dtype
         self.vocab_size = int(reference.config.get("text_config", reference.config)["vocab_size"])
         self.token_budget = transport.token_budget
@@ -195,7 +200,7 @@ class VllmEngine:
                     line.extend(_Pass(part, salt) for part in self._split(sequences, ordered))
                 if not line:
                     break
-                flying.append(_Flight(self._transport, sequences, line.popleft(), readers))
+                flying.append(_Flight(self._transport, sequences, line.popleft(), readers, self.top_k))
             if not flying:
                 if group is None:
                     return
@@ -295,7 +300,15 @@ class _Pass:
 class _Flight:
     """A pass whose requests have been sent to vLLM."""
 
-    def __init__(self, transport: Transport, sequences: Mapping[int, Sequence], asked: _Pass, readers: Collection[int]) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        sequences: Mapping[int, Sequence],
+        asked: _Pass,
+        readers: Collection[int],
+        top_k: int,
+    ) -> None:
+        self._top_k = top_k
         self.indices = asked.indices
         self.retries = 0
         self._transport = transport
@@ -314,15 +327,24 @@ class _Flight:
             index = self._asked[at]
             if problem is not None:
                 outcomes.append((index, problem))
-            elif believable(values, cached, self._sequences[index]):
-                outcomes.append((index, values))
+            elif believable(values, cached, self._sequences[index], self._top_k):
+                outcomes.append((index, self._outcome(values)))
             else:
                 doubtful.append(index)
         self.retries += len(doubtful)
         for at, values, cached, problem in self._ask(doubtful, ()):
-            good = problem is None and believable(values, cached, self._sequences[doubtful[at]])
-            outcomes.append((doubtful[at], values if good else problem or problem_of_answer(values)))
+            good = problem is None and believable(values, cached, self._sequences[doubtful[at]], self._top_k)
+            outcomes.append((doubtful[at], self._outcome(values) if good else problem or problem_of_answer(values)))
         return [*self._unread, *outcomes]
+
+    def _outcome(self, values: Any) -> Outcome:
+        if not self._top_k:
+            outcome: Outcome = values
+            return outcome
+        found = top_logps_of(values.reshape(-1, 1 + 2 * self._top_k))
+        order = np.lexsort((found.ids, -found.logps))  # of equal log-probs, the lower id comes first
+        logps, ids = np.take_along_axis(found.logps, order, 1), np.take_along_axis(found.ids, order, 1)
+        return TopLogps(found.token_logps, logps, ids)
 
     def _ask(self, indices: list[int], readers: Collection[int]) -> Iterator[Answer]:
         requests = []

@@ -70,11 +70,13 @@ class Loading:
 
     Attributes:
         no_images: clause that says why vLLM cannot use this model to score rows with images, or None if vLLM can.
+        top_k: number of most probable tokens to return for each position.
     """
 
     options: dict[str, Any]
     adapter: str | None
     no_images: str | None = "the model takes text only"
+    top_k: int = 0
 
 
 def parse_options(entries: list[str]) -> dict[str, Any]:
@@ -108,7 +110,7 @@ def check_options(options: dict[str, Any]) -> None:
 
 
 def vllm_options(
-    model: str, reference: Reference, tensor_parallel: int, trust_remote_code: bool, chosen: dict[str, Any]
+    model: str, reference: Reference, tensor_parallel: int, trust_remote_code: bool, chosen: dict[str, Any], top_k: int = 0
 ) -> Loading:
     """Return the `vllm.LLM` arguments, and the adapter if any, that vLLM needs to compute a reference's values.
 
@@ -139,6 +141,8 @@ def vllm_options(
         "disable_log_stats": True,
         **rope,
     }
+    if top_k:
+        options["max_logprobs"] = top_k  # vLLM's own limit is 20
     if reference.lm_head_dtype != reference.dtype:
         options["hf_overrides"] = {"head_dtype": reference.lm_head_dtype}
     if checkpoint.adapter is not None:
@@ -155,7 +159,7 @@ def vllm_options(
         options |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": limits, "mm_processor_cache_gb": 0}
     elif _is_vision(checkpoint):
         options["language_model_only"] = True
-    return Loading(options | chosen, folder, no_images)
+    return Loading(options | chosen, folder, no_images, top_k)
 
 
 def _is_vision(checkpoint: Checkpoint) -> bool:

@@ -58,6 +58,7 @@ class Scorer:
     Args:
         no_images: why vLLM cannot use this model to score rows with images, or None if no reason is known. If `no_images` is
             None, test images are scored at startup.
+        top_k: number of most probable tokens to return for each position.
 
     Attributes:
         method: name of vLLM's sampling parameter that requests log-probs. With "prompt_logprob_token_ids", vLLM computes only
@@ -69,7 +70,8 @@ class Scorer:
             argument is None, the message of an ImageRefusedError that was raised at startup.
     """
 
-    def __init__(self, options: dict[str, Any], adapter: str | None, no_images: str | None) -> None:
+    def __init__(self, options: dict[str, Any], adapter: str | None, no_images: str | None, top_k: int = 0) -> None:
+        self._top_k = top_k
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         import vllm  # vLLM reads the environment when it is imported
@@ -185,10 +187,12 @@ class Scorer:
         if method == "prompt_logprob_token_ids":
             wanted = np.array(ids[prompt_len:], np.int32)[:, None]
             return self._vllm.SamplingParams(**shared, prompt_logprob_token_ids=wanted, prompt_logprob_start=prompt_len - 1)
-        return self._vllm.SamplingParams(**shared, prompt_logprobs=0, flat_logprobs=True)
+        return self._vllm.SamplingParams(**shared, prompt_logprobs=self._top_k, flat_logprobs=True)
 
     def _values(self, output: Any, count: int) -> Any:
         """Return the log-probs of the last `count` tokens, or None if the response does not contain them.
+
+        With `top_k`, there are 1 + 2 * top_k numbers for each token; see `top_logps_of`.
 
         With the method "prompt_logprob_token_ids", the number of log-probs is not checked here. VllmEngine checks all responses
         (see `answers.believable`).
@@ -196,8 +200,14 @@ class Scorer:
         if self.method == "prompt_logprob_token_ids":
             found = output.prompt_token_id_logprobs
             return None if found is None else np.asarray(found, np.float32)[:, 0]
-        found = output.prompt_logprobs
-        return None if found is None or len(found.logprobs) < count else np.array(found.logprobs[-count:], np.float32)
+        found, width = output.prompt_logprobs, 1 + self._top_k
+        if found is None or len(found.logprobs) < count * width:
+            return None
+        logps = np.array(found.logprobs[-count * width :], np.float32)  # at each position, the token itself comes first
+        if not self._top_k:
+            return logps
+        ids = np.array(found.token_ids[-count * width :], np.float32)
+        return np.concatenate([logps.reshape(count, width), ids.reshape(count, width)[:, 1:]], 1).ravel()
 
     def _find_method(self) -> str:
         """Return the best method that works: "prompt_logprob_token_ids" if possible, otherwise "prompt_logprobs".
@@ -207,7 +217,7 @@ class Scorer:
         """
         fields = getattr(self._vllm.SamplingParams, "__struct_fields__", ())
         for method in ("prompt_logprob_token_ids", "prompt_logprobs"):
-            if method not in fields:
+            if method not in fields or (self._top_k and method != "prompt_logprobs"):
                 continue
             self.method = method
             try:
@@ -314,7 +324,7 @@ def main() -> None:
         return
     try:
         loading = frame[0]
-        answer_requests(Scorer(loading["options"], loading["adapter"], loading["no_images"]), source, out)
+        answer_requests(Scorer(loading["options"], loading["adapter"], loading["no_images"], loading["top_k"]), source, out)
     except BrokenPipeError:
         os._exit(0)
     except Exception as error:  # vLLM may raise any error; its log contains the details

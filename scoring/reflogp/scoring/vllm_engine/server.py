@@ -26,7 +26,7 @@ import httpx
 import numpy as np
 
 from reflogp.scoring.errors import EngineError
-from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages
+from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages, token_logps_of
 from reflogp.scoring.vllm_engine.answers import Answer, Request
 from reflogp.scoring.vllm_engine.engine import PASSES, VllmEngine
 from reflogp.store import Reference, UsageError
@@ -38,22 +38,25 @@ FORMS: tuple[Form, ...] = ("token_ids", "prompt", "completions")
 _MINUS_INFINITY = -9999.0
 
 
-def question(form: Form, model: str, request: Request, salt: str) -> tuple[str, dict[str, Any]]:
+def question(form: Form, model: str, request: Request, salt: str, top_k: int = 0) -> tuple[str, dict[str, Any]]:
     ids = request.ids.tolist()
     if form == "completions":
-        return "/v1/completions", {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        return "/v1/completions", {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": top_k}
     settings: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
     if form == "token_ids":
         wanted = [[token] for token in ids[request.prompt_len :]]
         settings |= {"prompt_logprob_token_ids": wanted, "prompt_logprob_start": request.prompt_len - 1}
         settings["skip_reading_prefix_cache"] = not request.reads_cache
     else:
-        settings |= {"prompt_logprobs": 0, "skip_reading_prefix_cache": True}
+        settings |= {"prompt_logprobs": top_k, "skip_reading_prefix_cache": True}
     return "/inference/v1/generate", {"model": model, "token_ids": ids, "sampling_params": settings, "cache_salt": salt}
 
 
-def values(form: Form, answer: dict[str, Any], request: Request) -> Any:
-    """Return the log-probs of the completion's tokens, float32, or None if the response does not contain all of them."""
+def values(form: Form, answer: dict[str, Any], request: Request, top_k: int = 0) -> Any:
+    """Return the log-probs of the completion's tokens, float32, or None if the response does not contain all of them.
+
+    With `top_k`, there are 1 + 2 * top_k numbers for each token; see `top_logps_of`.
+    """
     ids = request.ids.tolist()
     try:
         if form == "token_ids":
@@ -64,7 +67,12 @@ def values(form: Form, answer: dict[str, Any], request: Request) -> Any:
         entries = holder["prompt_logprobs"]
         if len(entries) != len(ids):
             return None
-        chosen = [entries[at][str(ids[at])]["logprob"] for at in range(request.prompt_len, len(ids))]
+        chosen = []
+        for at in range(request.prompt_len, len(ids)):
+            chosen.append(entries[at][str(ids[at])]["logprob"])
+            if top_k:
+                top = sorted(entries[at].items(), key=lambda entry: entry[1]["rank"])[:top_k]
+                chosen += [entry["logprob"] for _, entry in top] + [int(token) for token, _ in top]
     except (KeyError, IndexError, TypeError, ValueError, binascii.Error):
         return None
     found = np.array(chosen, np.float32)
@@ -107,6 +115,7 @@ class VllmServer:
         url: base URL, such as http://host:8000 or http://host/prefix, with or without /v1 at the end.
         model: the server's name for the reference model. If None, the server must serve only one model, which is then used.
         patience_seconds: maximum time in seconds to wait while the server is unreachable or busy.
+        top_k: number of most probable tokens to request for each position. The server's --max-logprobs must allow it.
 
     Raises:
         UsageError: the URL is invalid, the server does not serve a model with the name `model`, or the name is None and
@@ -127,7 +136,9 @@ class VllmServer:
         key: str | None = None,
         concurrency: int = 64,
         patience_seconds: float = 300.0,
+        top_k: int = 0,
     ) -> None:
+        self._top_k = top_k
         if not url.startswith(("http://", "https://")):
             raise UsageError(f"--url {url}: use the address of a running vllm serve, such as http://HOST:PORT")
         self._url, self._patience_seconds = url, patience_seconds
@@ -183,12 +194,12 @@ class VllmServer:
 
     def _answer(self, request: Request, salt: str) -> tuple[Any, int, str | None]:
         """Return (values, number of cached tokens, problem); see Answer."""
-        path, body = question(self.form, self._model, request, salt)
+        path, body = question(self.form, self._model, request, salt, self._top_k)
         response = self._sent("POST", path, body, _LATER)
         if response.status_code == 500:
             return None, 0, f"the server failed {_STRIKES} times with this sequence, but answers others ({_said(response)})"
         answer = self._json(response, path)
-        return values(self.form, answer, request), cached_tokens(answer), None
+        return values(self.form, answer, request, self._top_k), cached_tokens(answer), None
 
     def _answers_others(self) -> bool:
         path, body = question(self.form, self._model, _TEST_REQUEST, "probe")
@@ -212,10 +223,13 @@ class VllmServer:
 
     def _find_form(self) -> Form:
         refusals = []
-        for form in FORMS:
-            path, body = question(form, self._model, _TEST_REQUEST, "probe")
+        for form in FORMS[1:] if self._top_k else FORMS:
+            path, body = question(form, self._model, _TEST_REQUEST, "probe", self._top_k)
             response = self._sent("POST", path, body, _AWAY)
-            if response.status_code == 200 and values(form, self._json(response, path), _TEST_REQUEST) is not None:
+            found = (
+                values(form, self._json(response, path), _TEST_REQUEST, self._top_k) if response.status_code == 200 else None
+            )
+            if found is not None:
                 return form
             refusals.append(f"{path}: {response.status_code} {_said(response)}")
         raise EngineError(f"{self._url} does not return log-probs of the tokens in a request ({'; '.join(refusals)})")
@@ -314,7 +328,8 @@ def check_claim(
             "the server's maximum length is too small: the server accepts none of the sequences that reflogp compares; start "
             "`vllm serve` with a larger --max-model-len"
         )
-    ours, theirs = np.concatenate(here.score(sequences)), np.concatenate(engine.score(sequences))
+    ours = np.concatenate(here.score(sequences))
+    theirs = np.concatenate(list(map(token_logps_of, engine.score(sequences))))
     here.close()
     difference = float(np.sqrt(np.mean((ours - theirs) ** 2)))
     tolerance = tolerance_of(getattr(torch, reference.dtype), ours)
