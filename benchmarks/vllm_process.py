@@ -22,12 +22,14 @@ class Vllm:
         model: folder of the model.
         python: an interpreter that has vLLM; by default the interpreter that `make setup-vllm` installs.
         random_weights: use random weights, because the folder has only a config.
+        prompt_logprobs: number of most probable tokens of each position to compute too.
     """
 
     name = "vLLM, prompt_logprobs=0"
 
-    def __init__(self, model: Path, python: Path = VLLM_PYTHON, random_weights: bool = False) -> None:
+    def __init__(self, model: Path, python: Path = VLLM_PYTHON, random_weights: bool = False, prompt_logprobs: int = 0) -> None:
         weights = ["--random-weights"] if random_weights else []
+        weights += ["--prompt-logprobs", str(prompt_logprobs)]
         self._process = subprocess.Popen(
             [str(python), str(REPOSITORY / "benchmarks" / "vllm_side.py"), str(model), *weights],
             stdin=subprocess.PIPE,

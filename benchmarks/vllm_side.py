@@ -14,6 +14,7 @@ from vllm import LLM, SamplingParams, TokensPrompt  # vLLM reads the environment
 
 def main() -> None:
     weights = "dummy" if "--random-weights" in sys.argv else "auto"
+    k = int(sys.argv[sys.argv.index("--prompt-logprobs") + 1])
     llm = LLM(
         model=sys.argv[1],
         dtype="bfloat16",
@@ -21,8 +22,9 @@ def main() -> None:
         skip_tokenizer_init=True,
         enable_prefix_caching=True,
         load_format=weights,
+        max_logprobs=max(20, k),
     )
-    settings = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    settings = SamplingParams(max_tokens=1, prompt_logprobs=k, flat_logprobs=bool(k), detokenize=False)
     print('{"reflogp": "ready"}', flush=True)
     for line in sys.stdin:
         prompts = [TokensPrompt(prompt_token_ids=ids) for ids in json.loads(line)]
