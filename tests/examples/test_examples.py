@@ -141,6 +141,15 @@ def test_fsdp_says_what_to_run_first(run, few):
 
 
 @pytest.mark.slow
+def test_a_student_learns_from_stored_values(run, tmp_path):
+    printed = run("distill", "--rows", "16", "--steps", "24")
+    assert 0 < scored(printed)[0] <= 16 and "teacher: not loaded" in printed
+    losses = [float(loss) for loss in re.search(r"^losses: (.*)$", printed, re.MULTILINE)[1].split()]
+    assert len(losses) == 24 and sum(losses[-4:]) < 0.7 * sum(losses[:4])
+    assert (tmp_path / "out" / "student" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
 def test_a_sweep_scores_once(run, few, tmp_path):
     printed = run("sweep", *few[:-1], "1", "--beta", "0.1", "0.5", "--max-length", "128", "512", "--loss-type", "ipo")
     before, after = scored(printed)
