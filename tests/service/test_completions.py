@@ -161,3 +161,42 @@ def test_the_remote_engine_scores_with_such_a_service(service, plain, reference_
         right = plain([*row["prompt_ids"], *row["completion_ids"]])[len(row["prompt_ids"]) - 1 :]
         assert row["ref_top_ids"] == torch.topk(right, K).indices.tolist()
         assert np.allclose(row["ref_top_logps"], torch.topk(right, K).values, rtol=2**-10, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_trls_trainer_with_a_teacher_server(service, reference_folder, tokenizer, pair_rows, tmp_path, monkeypatch):
+    """ServerDistillationTrainer unchanged: a student that equals the teacher has no loss, and another one has."""
+    from datasets import Dataset
+    from trl.experimental.server_distillation import ServerDistillationConfig, ServerDistillationTrainer
+    from trl.generation import vllm_client
+
+    monkeypatch.setattr(vllm_client, "is_vllm_available", lambda *given, **named: True)
+
+    def losses(student):
+        args = ServerDistillationConfig(
+            output_dir=str(tmp_path),
+            teacher_model_server_url=service.url,
+            loss_top_k=K,
+            beta=0.0,
+            temperature=1.0,
+            max_steps=2,
+            max_completion_length=8,
+            per_device_train_batch_size=2,
+            use_cpu=True,
+            bf16=False,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        prompts = Dataset.from_list([{"prompt": row["prompt"]} for row in pair_rows[:4]])
+        trainer = ServerDistillationTrainer(model=student, args=args, train_dataset=prompts, processing_class=tokenizer)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    same = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32)
+    other = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32)
+    with torch.no_grad():
+        other.get_output_embeddings().weight.mul_(0.5)
+    assert max(map(abs, losses(same))) <= 1e-5
+    assert min(losses(other)) >= 1e-3
