@@ -5,12 +5,14 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from reflogp.scoring.torch_engine import head as head_module
 from reflogp.scoring.torch_engine.load import in_memory
 from reflogp.scoring.torch_engine.top import RunningTop, in_order, top_of
+from reflogp.store import UsageError
 from tools.families import FAMILIES, VOCAB, build
 
 K = 16
@@ -89,9 +91,14 @@ def test_other_paths_give_the_same(path):
     assert compare(engine, model)[0] <= 1e-4
 
 
-def test_the_targets_value_does_not_depend_on_k():
+@pytest.mark.parametrize("path", ["packed", "single"])
+def test_the_targets_value_does_not_depend_on_k(path):
     model = build("Llama").bfloat16()
-    without, with_top = (engine_of(model, k).score(sequences()) for k in (0, K))
+    engines = [engine_of(model, k) for k in (0, K)]
+    for engine in engines if path == "single" else ():
+        engine.self_check.rejected.update({"packed": "for this test", "padded": "for this test"})
+        object.__setattr__(engine.self_check, "path", "single")
+    without, with_top = (engine.score(sequences()) for engine in engines)
     for values, both in zip(without, with_top, strict=True):
         assert np.array_equal(values, both.token_logps)
 
@@ -108,5 +115,39 @@ def test_of_equal_values_the_lower_id_comes_first():
 
 @pytest.mark.parametrize("k", [-1, 257, VOCAB + 1])
 def test_a_k_that_cannot_be_is_refused(k):
-    with pytest.raises(EngineError, match=r"top_k -?\d+: (must be from 0 to 256|the model has only 160 tokens)"):
+    with pytest.raises((EngineError, UsageError), match=r"top_k -?\d+: (must be from 0 to 256|the model has only 160 tokens)"):
         engine_of(build("Llama").float(), k)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_a_temperature_divides_the_logits(temperature):
+    model = build("Llama").float()
+    for sequence, values in zip(sequences(), engine_of(model).score(sequences(), temperature), strict=True):
+        right = torch.topk(torch.log_softmax(plain(model, sequence) / temperature, 1), K)
+        assert np.abs(values.logps - right.values.numpy()).max() <= 1e-4
+
+
+def test_exact_logits_in_slices_are_the_same(monkeypatch):
+    model = build("Llama").bfloat16()
+    whole = engine_of(model).score(sequences())
+    monkeypatch.setattr(head_module, "_GATHERED_NUMBERS", {"cpu": 1, "cuda": 1})
+    for values, sliced in zip(whole, engine_of(model).score(sequences()), strict=True):
+        assert np.array_equal(values.ids, sliced.ids) and np.abs(values.logps - sliced.logps).max() <= 1e-5
+
+
+def test_autocast_ranks_rounded_logits(tmp_path):
+    build("Llama").float().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    values = TorchEngine(str(tmp_path), "bfloat16-autocast", "cpu", top_k=K).score(sequences())
+    for sequence, found in zip(sequences(), values, strict=True):
+        with torch.autocast("cpu", torch.bfloat16):
+            right = torch.topk(plain(model, sequence), K).values.numpy()
+        assert np.sqrt(np.mean((found.logps - right) ** 2)) <= 0.02 * max(1.0, float(np.abs(right).max()))
+
+
+def test_a_head_whose_most_probable_tokens_are_wrong_is_not_used(monkeypatch):
+    model = build("Llama").float()
+    monkeypatch.setattr(head_module.Head, "_exact_products", lambda self, hidden, ids: 2.0 * torch.ones(ids.shape))
+    engine = engine_of(model)
+    assert "differ from those of an ordinary forward" in engine.self_check.rejected["top_k"]
+    assert compare(engine, model)[0] <= 1e-4

@@ -9,9 +9,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from reflogp.scoring import join, score
+from reflogp.scoring import join, report, score
 from reflogp.scoring.errors import NotScoredError
-from reflogp.store import ReferenceNotFoundError, Store, UsageError, import_folder, sequence_keys
+from reflogp.store import (
+    LogprobTable,
+    ReferenceNotFoundError,
+    Store,
+    StoreUnavailableError,
+    UsageError,
+    import_folder,
+    sequence_keys,
+)
 from reflogp.store.schema import shard_table
 from tests.conftest import plain_token_logps, write_rows
 from tests.service.serving import token_rows
@@ -59,7 +67,7 @@ def test_a_table_that_was_scored_for_dpo_gets_only_the_most_probable_tokens(tmp_
     assert store[reference].totals()[1] == 24  # no value was added or replaced
     assert all(map(np.array_equal, values, store[reference].snapshot().token_logps(keys_of(rows))))
     require_right(store.top_table(reference, K), rows, plain)
-    for k, hits in ((K, 24), (2, 0), (0, 24)):
+    for k, hits in ((K, 24), (2, 24), (0, 24), (K + 1, 0)):
         again = score(model, rows, store, dtype="float32", top_k=k)
         assert (again.hits, again.scored) == (hits, 24 - hits)
 
@@ -221,3 +229,65 @@ def test_an_export_for_axolotls_distillation(reflogp, tmp_path, reference_folder
         assert np.allclose(row["logprobs"], right.values, rtol=2**-10, atol=1e-5)
     code, _, err = reflogp("export", tmp_path / "kd.parquet", "--as", "axolotl-kd", "-o", tmp_path / "again.parquet")
     assert code == 2 and "cannot be read as output of `reflogp join`" in err
+
+
+def test_tables_of_several_k_are_read_together(tmp_path, reference_folder, rows, plain):
+    """A run that was interrupted with a smaller k hides nothing that a larger one has stored."""
+    model, store = str(reference_folder), Store(tmp_path / "store")
+    score(model, rows[:8], store, dtype="float32", top_k=K)
+    score(model, rows[6:], store, dtype="float32", top_k=3)
+    (tmp_path / "store" / store.references()[0].reference_id / "top-99").mkdir()  # left by a creation that was killed
+    assert [table.top_k for table in store.tables(store.references()[0])] == [0, 3, K]
+    for row in join(model, rows, store, top_k=2):
+        for side in ("chosen", "rejected"):
+            assert row[f"ref_{side}_top_ids"] == best(plain, row["prompt_ids"], row[f"{side}_ids"], 2).indices.tolist()
+    assert score(model, rows, store, dtype="float32", top_k=3).scored == 0
+
+
+@pytest.mark.parametrize("k", [-1, 257])
+def test_a_k_that_cannot_be_makes_no_table(k, tmp_path, reference_folder, rows):
+    for call in (score, join):
+        with pytest.raises(UsageError, match="must be from 0 to 256"):
+            score(str(reference_folder), rows, tmp_path / "store", dtype="float32")
+            call(str(reference_folder), rows, tmp_path / "store", dtype="float32", top_k=k)
+    assert [path.name for path in (tmp_path / "store").glob("*/*/_delta_log")] == ["_delta_log"]
+
+
+def test_rows_with_an_empty_completion_are_joined(tmp_path, reference_folder, rows):
+    mixed = [*rows[:2], {**rows[2], "rejected_ids": []}]
+    score(str(reference_folder), mixed, tmp_path / "store", dtype="float32", top_k=K)
+    joined = join(str(reference_folder), mixed, tmp_path / "store", top_k=K, on_miss="drop")
+    assert len(joined) == 3 and joined[2]["ref_rejected_top_ids"] == [] and len(joined[2]["ref_chosen_top_ids"]) > 0
+
+
+def test_a_crash_between_the_two_tables_commits_costs_nothing(tmp_path, reference_folder, rows, plain, monkeypatch):
+    model, store = str(reference_folder), Store(tmp_path / "store")
+    append = LogprobTable.append
+
+    def fails(self, given):
+        if self.top_k:
+            raise StoreUnavailableError("the disk is full")
+        return append(self, given)
+
+    monkeypatch.setattr(LogprobTable, "append", fails)
+    with pytest.raises(StoreUnavailableError):
+        score(model, rows, store, dtype="float32", top_k=K)
+    monkeypatch.setattr(LogprobTable, "append", append)
+    assert score(model, rows, store, dtype="float32", top_k=K).hits == 0
+    require_right(store.top_table(store.references()[0], K), rows, plain)
+
+
+def test_a_report_of_conversations_asks_for_no_labels(tmp_path, reference_folder):
+    score(str(reference_folder), CHATS, tmp_path / "store", dtype="float32")
+    found = report(str(reference_folder), CHATS, tmp_path / "store", tmp_path / "report")
+    assert found.with_values == len(CHATS)
+    assert [finding["kind"] for finding in found.findings if "label" in finding["text"]] == ["fact"]
+
+
+def test_a_truncated_join_is_not_exported_to_axolotl(reflogp, tmp_path, reference_folder):
+    file, common = write_rows(tmp_path / "chats.jsonl", CHATS), ("--store", tmp_path / "store", "--max-length", 12)
+    for command in ("score", "join"):
+        out = () if command == "score" else ("-o", tmp_path / "joined.parquet")
+        reflogp(command, reference_folder, file, *common, "--dtype", "float32", "--top-k", K, *out)
+    code, _, err = reflogp("export", tmp_path / "joined.parquet", "--as", "axolotl-kd", "-o", tmp_path / "kd.parquet")
+    assert code == 2 and "without --max-length" in err

@@ -266,6 +266,9 @@ def heavy_requests(bounds: Bounds, long_key: bytes, job: str) -> dict[tuple[str,
     return {
         ("POST", "/v1/lookup"): lookups(bounds, long_key),
         ("POST", "/v1/score"): scores(bounds),
+        ("POST", "/v1/completions"): completions(),
+        ("GET", "/v1/models"): with_body("/v1/models"),
+        ("GET", "/health"): with_body("/health"),
         ("POST", "/v1/jobs"): submit,
         ("PUT", "/v1/uploads/{name}"): upload,
         ("GET", "/v1/jobs"): with_body("/v1/jobs?limit=1000"),
@@ -292,6 +295,21 @@ def heavy_requests(bounds: Bounds, long_key: bytes, job: str) -> dict[tuple[str,
         ("POST", "/signin"): page("/signin", 413, **form),
         ("POST", "/signout"): page("/signout", 303, **form),
         ("GET", "/static/{name}"): page("/static/style.css"),
+    }
+
+
+def completions() -> dict[str, Heavy]:
+    """As many prompts and tokens as one request may have, and more, without most probable tokens."""
+
+    def body(prompts: int, tokens: int) -> Callable[[], bytes]:
+        ids = [7] * tokens
+        return lambda: json.dumps({"model": "ref", "prompt": [ids] * prompts, "max_tokens": 1, "prompt_logprobs": 0}).encode()
+
+    kind = {"content-type": JSON}
+    return {
+        "many prompts": Heavy("/v1/completions", body(1_024, 60), (200, 429), kind),
+        "too many prompts": Heavy("/v1/completions", body(1_025, 2), (422,), kind),
+        "too many tokens": Heavy("/v1/completions", body(1_000, 5_000), (413, 422), kind),
     }
 
 

@@ -45,12 +45,28 @@ def ask(service, **body):
     return httpx.post(f"{service.url}/v1/completions", json={"model": "ref", "max_tokens": 1, **body}, timeout=60)
 
 
+def hits_of(service, prompts, k) -> int:
+    """How many of the prompts are read from the store now."""
+    name = 'reflogp_sequences_total{how="hit",way="online"}'
+
+    def count() -> float:
+        text = httpx.get(f"{service.url}/metrics").text
+        return float(text.split(name)[1].split()[0]) if name in text else 0.0
+
+    before = count()
+    ask(service, prompt=prompts, prompt_logprobs=k)
+    return int(count() - before)
+
+
 def require_right(found, ids, plain, k, tolerance) -> None:
     """`prompt_logprobs` as vLLM gives them: the k most probable tokens and the prompt's own, with their ranks."""
     assert found[0] is None and len(found) == len(ids)
     for entries, token, row in zip(found[1:], ids[1:], plain(ids) if len(ids) > 1 else (), strict=True):
         best = torch.topk(row, k).indices.tolist()
-        assert sorted(entries, key=lambda top: entries[top]["rank"])[:k] == list(map(str, best))
+        if k == 0:
+            assert entries[str(token)]["rank"] is None
+        else:
+            assert sorted(entries, key=lambda top: entries[top]["rank"])[:k] == list(map(str, best))
         assert set(entries) == {*map(str, best), str(token)}
         for top, entry in entries.items():
             assert entry["logprob"] == pytest.approx(float(row[int(top)]), rel=tolerance, abs=1e-4)
@@ -58,10 +74,13 @@ def require_right(found, ids, plain, k, tolerance) -> None:
 
 @pytest.mark.parametrize("k", [0, 1, K])
 def test_prompt_logprobs(service, plain, k):
-    for tolerance in (0.0, 2**-10):  # the second time, stored values are float16
-        answer = ask(service, prompt=PROMPTS, prompt_logprobs=k, temperature=1.0).json()
-        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2] and answer["usage"]["prompt_tokens"] == 10
-        for choice, ids in zip(answer["choices"], PROMPTS, strict=True):
+    prompts = [[*ids, 100 + k] for ids in PROMPTS[:2]] + [[11]]
+    for tolerance in (0.0, 2**-10):  # the second time, stored values are read, which are float16
+        if tolerance:
+            wait_until(lambda: hits_of(service, prompts, k) == 2)
+        answer = ask(service, prompt=prompts, prompt_logprobs=k, temperature=1.0).json()
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2] and answer["usage"]["prompt_tokens"] == 12
+        for choice, ids in zip(answer["choices"], prompts, strict=True):
             require_right(choice["prompt_logprobs"], ids, plain, k, tolerance)
             assert choice["logprobs"] is None and choice["text"] == ""
 
@@ -95,7 +114,9 @@ def test_echo_with_logprobs_as_lm_eval_reads_it(service, plain):
     while len(greedy) < 6:
         greedy.append(int(plain([*greedy, 0])[-1].argmax()))
     prompts, context = [greedy, [*greedy[:5], 30]], 2
-    for _ in range(2):
+    for is_stored in (False, True):
+        if is_stored:
+            wait_until(lambda: hits_of(service, prompts, 1) == 2)
         answer = ask(service, prompt=prompts, echo=True, logprobs=1, temperature=0, seed=1234).json()
         for choice, ids, is_greedy in zip(answer["choices"], prompts, (True, False), strict=True):
             tokens, tops = (choice["logprobs"][name][context:-1] for name in ("token_logprobs", "top_logprobs"))
@@ -112,7 +133,12 @@ def test_echo_with_logprobs_as_lm_eval_reads_it(service, plain):
         ({"prompt": [1, 2], "prompt_logprobs": 1, "temperature": 0.7}, "temperature 0.7: values are computed at temperature 1"),
         ({"prompt": [1, 2]}, "asks for no log-probs"),
         ({"prompt": [1, 2], "logprobs": 1}, "asks for no log-probs"),
-        ({"prompt": "text", "prompt_logprobs": 1}, "prompt"),
+        ({"prompt": "text", "prompt_logprobs": 1}, "lists of token ids are needed"),
+        ({"prompt": [1, 2], "prompt_logprobs": 1, "stream": True}, "stream is not supported"),
+        ({"prompt": [1, 2], "prompt_logprobs": 1, "n": 2}, "n is not supported"),
+        ({"prompt": [1, 2], "prompt_logprobs": 1, "truncate_prompt_tokens": 1}, "truncate_prompt_tokens is not supported"),
+        ({"prompt": [1, 2], "prompt_logprobs": 1, "model": None}, "name one of ref, plain"),
+        ({"prompt": [[1, 2], [1, 10**6]], "prompt_logprobs": 1}, "prompt 1 cannot be scored"),
         ({"prompt": [], "prompt_logprobs": 1}, "none of them empty"),
         ({"prompt": [[1, 2], []], "prompt_logprobs": 1}, "none of them empty"),
         ({"prompt": [1, 2], "prompt_logprobs": K + 1}, f"is served with top_k = {K}"),
@@ -133,6 +159,30 @@ def test_models_and_health(service):
     assert httpx.get(f"{service.url}/health").status_code == 200
     listed = httpx.get(f"{service.url}/v1/models").json()
     assert [model["id"] for model in listed["data"]] == ["ref", "plain"]
+    assert listed["data"][0]["max_model_len"] > 0
+
+
+def test_stored_and_new_prompts_in_one_request(service, plain):
+    """And fewer tokens than are stored."""
+    known, new = [50, 51, 52], [53, 54, 55, 56]
+    ask(service, prompt=known, prompt_logprobs=K)
+    wait_until(lambda: hits_of(service, known, K) == 1)
+    answer = ask(service, prompt=[new, known], prompt_logprobs=2).json()
+    for choice, ids in zip(answer["choices"], (new, known), strict=True):
+        require_right(choice["prompt_logprobs"], ids, plain, 2, 2**-10)
+
+
+def test_too_many_log_probs_are_refused(service):
+    answer = ask(service, prompt=[[7] * 1000] * 700, prompt_logprobs=K)
+    assert answer.status_code == 413
+
+
+def test_axolotls_payload_is_answered(service, plain):
+    """As its collator for online distillation sends it: no max_tokens beside the sampling parameters."""
+    body = {"model": "ref", "prompt": PROMPTS[:2], "prompt_logprobs": K, "max_new_tokens": 0, "logprobs": True, "echo": True}
+    answer = httpx.post(f"{service.url}/v1/completions", json={**body, "sampling_params": {"max_tokens": 0}}, timeout=60)
+    for choice, ids in zip(answer.json()["choices"], PROMPTS, strict=False):
+        require_right(choice["prompt_logprobs"], ids, plain, K, 2**-10)
 
 
 def test_trls_teacher_client(service, plain, monkeypatch):
@@ -154,7 +204,7 @@ def test_trls_teacher_client(service, plain, monkeypatch):
 def test_the_remote_engine_scores_with_such_a_service(service, plain, reference_folder, tmp_path):
     """What a `vllm serve` is asked by `reflogp score --engine remote --top-k`, a service of reflogp answers too."""
     engine = EngineChoice("remote", url=service.url, served_model="ref", check_claim=True, device="cpu")
-    rows = [{"prompt_ids": [5, 9], "completion_ids": [7, 30, 2]}, {"prompt_ids": [40], "completion_ids": [41, 42]}]
+    rows = [{"prompt_ids": [60, 61], "completion_ids": [7, 30, 2]}, {"prompt_ids": [62], "completion_ids": [41, 42]}]
     done = score(str(reference_folder), rows, tmp_path / "store", dtype="float32", engine=engine, top_k=K)
     assert (done.scored, done.bad_rows) == (2, 0) and done.provenance["method"] == "completions"
     for row in join(str(reference_folder), rows, tmp_path / "store", top_k=K):

@@ -177,6 +177,8 @@ def test_requests_that_do_not_fit(ask, method, path, options, statuses):
         ("PUT", "/v1/uploads/a.jsonl", {"scorer", "boss"}),
         ("DELETE", "/v1/uploads/a.jsonl", {"scorer", "boss"}),
         ("POST", "/v1/score?reference=ref", {"scorer", "boss"}),
+        ("POST", "/v1/completions", {"scorer", "boss"}),
+        ("GET", "/v1/models", {"reader", "scorer", "boss"}),
         ("GET", "/metrics", {"reader", "scorer", "boss"}),
     ],
 )

@@ -173,7 +173,7 @@ def test_values_that_a_slow_store_does_not_take_are_dropped_and_not_piled_up(mon
     from reflogp.scoring.torch_engine import Sequence
     from reflogp.service.worker import write_back as late_writes
 
-    monkeypatch.setattr(late_writes, "_MOST_TOKENS", 1000)
+    monkeypatch.setattr(late_writes, "_MOST_NUMBERS", 1700)
     monkeypatch.setattr(late_writes, "_SECONDS", 0.01)
     goes_on = threading.Event()
 
@@ -189,12 +189,12 @@ def test_values_that_a_slow_store_does_not_take_are_dropped_and_not_piled_up(mon
         prompts = draw.integers(10, 900, (4, 15))
         scored = [(Sequence(prompt[:5], prompt[5:]), np.zeros(10, np.float32)) for prompt in prompts]
         writes.put(REFERENCE.reference_id, {"engine": "test"}, scored)
-        assert writes._tokens <= 1000
+        assert writes._numbers <= 1700
     assert "did not store" in caplog.text
     goes_on.set()
-    wait_until(lambda: writes._tokens == 0)
+    wait_until(lambda: writes._numbers == 0)
     writes.close()
-    assert store[REFERENCE].totals()[1] == 1000 // 60 * 4
+    assert store[REFERENCE].totals()[1] == 1700 // 100 * 4
 
 
 def test_values_are_stored_after_an_unexpected_error(monkeypatch, tmp_path, caplog):
@@ -216,7 +216,7 @@ def test_values_are_stored_after_an_unexpected_error(monkeypatch, tmp_path, capl
     for first in (1, 2, 3):
         prompt, completion = np.array([first]), np.array([7, 8])
         writes.put(REFERENCE.reference_id, {"engine": "test"}, [(Sequence(prompt, completion), np.full(2, -first, np.float32))])
-        wait_until(lambda: writes._tokens == 0)
+        wait_until(lambda: writes._numbers == 0)
     writes.close()
     assert "could not store 1 scored sequence: the disk is full" in caplog.text
     assert "RuntimeError: a bug" in caplog.text

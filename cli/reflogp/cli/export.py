@@ -130,7 +130,12 @@ def _write_axolotl(joined: Path, output: Path) -> dict[str, Any]:
     except (pa.ArrowException, OSError, TypeError, KeyError, ValueError) as error:
         raise UsageError(f"{joined} cannot be read as output of `reflogp join`: {error!r}") from error
     kept = [name for name in ("messages", "conversations", "tools") if name in names]
-    if not set(AXOLOTL_COLUMNS.values()) <= set(names) or not kept:
+    if found["max_length"] is not None and found["truncation_mode"] == "keep_start":
+        raise UsageError(
+            f"{joined} was joined with max_length {found['max_length']}, but axolotl aligns the values with the end of each "
+            "chat: run `reflogp join` again without --max-length"
+        )
+    if not set(AXOLOTL_COLUMNS.values()) <= set(names) or not {"messages", "conversations"} & set(kept):
         raise UsageError(
             f"{joined} has no conversations with the most probable tokens of each position: score and join rows with a column "
             "`messages`, both with --top-k"

@@ -14,6 +14,7 @@ from reflogp.cli.scored import open_scored, open_versus
 from reflogp.store import Store
 from reflogp.store.commands import ScoreArguments
 from reflogp.store.texts import counted
+from reflogp.store.top import TopSnapshot
 
 if TYPE_CHECKING:
     from reflogp.scoring.data.tokenized import TokenizedDataset
@@ -51,7 +52,8 @@ def join(
     quiet_libraries()
     dataset, at = open_scored(arguments, snapshot)
     second = open_versus(versus, arguments, at)
-    top = TopTokens(Store(arguments.store).top_table(at.reference, top_k).snapshot(), top_k) if top_k else None
+    tops = [table.snapshot() for table in Store(arguments.store).top_tables(at.reference, top_k)] if top_k else []
+    top = TopTokens(TopSnapshot(tops), top_k) if tops else None
     with progress_bar("joining") as bar:
         summary = join_dataset(dataset, at, output, replace(arguments.settings, ld_alpha=ld_alpha), bar, second, top)
     _print_dropped(summary.dropped_rows)

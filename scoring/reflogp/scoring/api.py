@@ -32,6 +32,7 @@ from reflogp.store import ReflogpError, Snapshot, Store, UsageError, resolve_mod
 from reflogp.store.commands import ScoreArguments, naming_command
 from reflogp.store.store import choose_reference
 from reflogp.store.texts import counted
+from reflogp.store.top import TopSnapshot
 from reflogp.store.windows import TrainerSettings, check_truncation
 
 #: Maximum number of rows that a message lists.
@@ -95,7 +96,8 @@ def score(
             reference ..., snapshot ... of .../logps (... s)
         )
     """
-    choice = replace(engine or EngineChoice(), top_k=top_k)
+    choice = engine or EngineChoice()
+    choice = replace(choice, top_k=top_k or choice.top_k)
     opened = _opened(store)
     reference, reason = choose_reference(opened, model, dtype, otherwise=choice.default_dtype())
     choice.require_dtype(reference.dtype)
@@ -124,7 +126,7 @@ def score(
                 scheduler,
                 settings=TrainerSettings(max_length, truncation_mode),
                 watcher=bar,
-                top_k=top_k,
+                top_k=choice.top_k,
             )
         source.check_unchanged()
         return summary
@@ -211,7 +213,8 @@ def join(
         at = opened[reference].snapshot(snapshot)
     _say(reason)
     second = _versus(opened, versus, arguments, at, tokenizer)
-    top = TopTokens(opened.top_table(reference, top_k).snapshot(), top_k) if top_k else None
+    tops = [table.snapshot() for table in opened.top_tables(reference, top_k)] if top_k else []
+    top = TopTokens(TopSnapshot(tops), top_k) if tops else None
     folder = str(resolve_model(model, None))
     loaded = _tokenizer(folder, tokenizer)()
     find_vision = cache(_vision(folder, tokenizer))

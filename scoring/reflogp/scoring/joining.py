@@ -27,8 +27,8 @@ from reflogp.scoring.versus import Versus, log_ratios
 from reflogp.store import Snapshot, UsageError
 from reflogp.store.files import write_atomically
 from reflogp.store.joins import ROW_COLUMN, UNUSABLE, Asked, answer, ask, tokens_column
-from reflogp.store.snapshot import Found
 from reflogp.store.texts import counted, short_repr
+from reflogp.store.top import TopFound, TopSnapshot
 from reflogp.store.windows import TrainerSettings
 
 
@@ -160,9 +160,9 @@ def join_note(snapshot: Snapshot, settings: TrainerSettings) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TopTokens:
-    """The snapshot of a table with most probable tokens, and how many of them to join for each position."""
+    """The tables with most probable tokens, and how many of them to join for each position."""
 
-    snapshot: Snapshot
+    snapshot: TopSnapshot
     k: int
 
 
@@ -214,7 +214,7 @@ def joined_windows(
         other = answer(asked, versus.snapshot, settings.ld_alpha) if versus else join
         tops = None if top is None else top.snapshot.find(asked.all_keys())
         missing = join.missing if tops is None else join.missing | _lacking(asked, tops)
-        unusable = join.unusable | (other.unusable & ~missing)
+        unusable = (join.unusable | other.unusable) & ~missing
         versus_missing = other.missing & ~missing & ~unusable
         numbers = window.table["row"].to_numpy()
         for row in numbers[unusable]:
@@ -240,24 +240,25 @@ def joined_windows(
     summary.coverage = summary.written / max(1, summary.rows - summary.dropped_rows)
 
 
-def _lacking(asked: Asked, tops: Found) -> npt.NDArray[np.bool_]:
+def _lacking(asked: Asked, tops: TopFound) -> npt.NDArray[np.bool_]:
     """Return a mask of the rows for which the most probable tokens of a needed position are missing."""
     lengths = tops.lengths.reshape(len(asked.columns), -1)
     needed = np.stack([asked.needed[name] for name in asked.columns])
-    lacking: npt.NDArray[np.bool_] = (lengths < needed).any(0) & ~asked.dropped
+    lacking: npt.NDArray[np.bool_] = ((lengths < needed) & (needed > 0)).any(0) & ~asked.dropped
     return lacking
 
 
-def _top_columns(asked: Asked, tops: Found, k: int, kept: npt.NDArray[np.int64]) -> dict[str, pa.Array]:
+def _top_columns(asked: Asked, tops: TopFound, k: int, kept: npt.NDArray[np.int64]) -> dict[str, pa.Array]:
     columns: dict[str, pa.Array] = {}
     for side, (name, reference) in enumerate(asked.columns.items()):
         found = tops.top(k, side * len(asked.dropped) + kept)
-        cut = [
-            tuple(values[:length] for values in of_row) if of_row is not None else None
-            for of_row, length in zip(found, asked.needed[name][kept].tolist(), strict=True)
-        ]
-        for at, kind in enumerate(("ids", "logps")):
-            columns[reference.replace("_logps", f"_top_{kind}")] = _nested([of_row[at] for of_row in cut if of_row], k)
+        needed = asked.needed[name][kept].tolist()
+        for at, (kind, dtype) in enumerate((("ids", np.int32), ("logps", np.float32))):
+            lists = [
+                np.zeros((0, k), dtype) if of_row is None else of_row[at][:length]
+                for of_row, length in zip(found, needed, strict=True)
+            ]
+            columns[reference.replace("_logps", f"_top_{kind}")] = _nested(lists, k)
     return columns
 
 

@@ -333,8 +333,9 @@ class OnlineScoring:
         Return a list with the value columns of each sequence (None if they are not stored), and the number of the snapshot
         that was read (None if the store has no values for the reference).
         """
+        served = self._registry.entry_of(reference_id, reference_id).top_k if top_k else 0  # the table that workers write to
         try:
-            snapshot = self._registry.snapshot(reference_id, None, top_k)
+            snapshot = self._registry.snapshot(reference_id, None, served)
         except ReferenceNotFoundError:
             return [None] * len(sequences), None
         found = snapshot.find(sequence_keys(sequences["prompt_ids"], sequences["completion_ids"]))

@@ -82,6 +82,8 @@ _PROBE_SECONDS, _PROBE_AGAIN_SECONDS, _LOST_SECONDS = 5.0, 1.0, 60.0
 
 #: Maximum number of rows of a dataset that gets a report, because a report keeps some hundred bytes of each row in memory.
 _MOST_REPORTED = 300_000
+#: Maximum number of seconds to wait for a report, and to write it.
+_REPORT_SECONDS = 600.0
 #: Number of dataset files that are hashed at the same time.
 _FILE_THREADS = 4
 #: A job whose store cannot be used is tried again after _STORE_PAUSE seconds, doubled after each further failure, up to
@@ -160,7 +162,7 @@ class Precompute:
         self._fetching = Fetching(settings, ledger, self._pending, files, self._fetch_changed, self._fail)
         self._files = Threads("the dataset's file system", _FILE_THREADS)
         self._models = Threads("the model's file system", _FILE_THREADS, 60.0)
-        self._reports = Threads("the report", 1)
+        self._reports = Threads("the report", 1, _REPORT_SECONDS)
         self._admissions: dict[str, asyncio.Task[dict[str, str]]] = {}  # dataset (JSON) -> its check, which has not ended yet
         self._pool: Pool
         self._context = context
@@ -263,6 +265,7 @@ class Precompute:
             "path": source["file"] if "path" in source else None,  # rows may name image files by paths relative to the dataset
             "split": request.dataset.split,
             **({} if request.dataset.config is None else {"config": request.dataset.config}),
+            **({"top_k": top_k} if (top_k := self._registry.entry_of(request.reference, reference.reference_id).top_k) else {}),
             "tokenizer": await self._models.run(self._registry.tokenizer_digest, request.reference),
         }
         content = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
@@ -368,20 +371,27 @@ class Precompute:
         Raises Problem if it cannot be written, for example because the dataset has been deleted or has changed.
         """
         file, step = self._report_file(job.id), "write a report of any dataset with `reflogp report`"
+        if await to_thread.run_sync(file.is_file):
+            return file
         if job.summary is not None and job.summary["rows"] > _MOST_REPORTED:
             raise Problem(404, f"the job has no report: its dataset has more than {_MOST_REPORTED:,} rows", step)
         claim = await to_thread.run_sync(self._ledger.claim_of, job.id)
         if claim is None:
             raise _unknown(job.id)
-        order = await self._order(claim)
+        order, most = await self._order(claim), self._settings.max_worker_bytes or total_memory() * 9 // 10
 
-        def written() -> str:
-            if file.is_file():
-                return ""
-            return write_report(order, self._context) if Path(order.file).exists() else "its dataset has been deleted"
+        def written() -> tuple[str, bool]:
+            return ("", False) if file.is_file() else write_report(order, self._context, most, _REPORT_SECONDS)
 
-        if reason := await self._reports.run(written):
-            raise Problem(404, f"the job has no report: {reason}", step)
+        reason, is_lasting = await self._reports.run(written)
+        if reason:
+            reason = reason.replace(order.file, claim.source["name"])
+            if is_lasting:
+                raise Problem(404, f"the job has no report: {reason}", step)
+            raise Problem(503, f"the report cannot be written now: {reason}", "try again later", {"Retry-After": "30"})
+        if await to_thread.run_sync(self._ledger.claim_of, job.id) is None:  # it was deleted meanwhile
+            file.unlink(missing_ok=True)
+            raise _unknown(job.id)
         return file
 
     def _report_file(self, job_id: str) -> Path:

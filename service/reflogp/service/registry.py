@@ -208,7 +208,7 @@ class ReferenceRegistry:
         )
 
     def table(self, name_or_id: str, top_k: int = 0) -> LogprobTable:
-        """Return the table of a reference; with `top_k`, the one with at least as many most probable tokens.
+        """Return the table of a reference, or the one with the `top_k` most probable tokens of each position.
 
         Raise ReferenceNotFoundError for an unknown reference or a reference without stored values, and UsageError if the
         store's URI is an existing local path that is not a store.
@@ -221,12 +221,18 @@ class ReferenceRegistry:
         if named is None and not _is_id(key):
             raise ReferenceNotFoundError(f"this service has no reference named {name_or_id!r}")
         try:
-            opened = self.store.top_table(named or key, top_k) if top_k else self.store[named or key]
+            opened = self.store[named or key] if not top_k else self._top_table(named or key, top_k)
         except UsageError as error:
             if self._is_something_else():
                 raise
             raise ReferenceNotFoundError(f"no values are stored yet for reference {name_or_id!r}") from error
         return self._tables.setdefault((key, top_k), opened)  # another thread may have opened it meanwhile
+
+    def _top_table(self, reference: Reference | str, top_k: int) -> LogprobTable:
+        for table in self.store.tables(reference):
+            if table.top_k == top_k:
+                return table
+        raise ReferenceNotFoundError(f"no values with {top_k} most probable tokens are stored yet")
 
     def _is_something_else(self) -> bool:
         """Return True if the store's URI is an existing local path that is not a store.

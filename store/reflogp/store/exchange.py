@@ -73,7 +73,7 @@ def import_folder(store: Store, folder: str, progress: Progress | None = None) -
         reference = Reference.from_json(file.read_text(encoding="utf-8"))
         for file in files:
             total += pq.read_metadata(file).num_rows
-        top_k = top_k_of(files)
+        top_k = max(map(top_k_of, files))
         for is_check in (True, False):
             table = None if is_check else store.values_table(reference, top_k)
             for file in files:
@@ -93,15 +93,13 @@ def import_folder(store: Store, folder: str, progress: Progress | None = None) -
     return Imported(reference.reference_id, total, written, snapshot or table.snapshot().number)
 
 
-def top_k_of(files: list[Path]) -> int:
-    """Return how many most probable tokens the rows of an export have at each position."""
-    for file in files:
-        opened = pq.ParquetFile(file)
-        if TOP_COLUMNS[0].name in opened.schema_arrow.names:
-            for batch in opened.iter_batches(_IMPORT_ROWS, columns=[TOP_COLUMNS[0].name, "scored_len"]):
-                for ids, length in zip(batch[TOP_COLUMNS[0].name], batch["scored_len"].to_pylist(), strict=True):
-                    if length:
-                        return int(len(ids) // length)
+def top_k_of(file: Path) -> int:
+    """Return how many most probable tokens the rows of an export's file have at each position."""
+    opened, name = pq.ParquetFile(file), TOP_COLUMNS[0].name
+    for batch in opened.iter_batches(_IMPORT_ROWS, columns=[name, "scored_len"]) if name in opened.schema_arrow.names else ():
+        for ids, length in zip(batch[name], batch["scored_len"].to_pylist(), strict=True):
+            if length:
+                return int(len(ids) // length)
     return 0
 
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from reflogp.store.errors import UsageError
 from reflogp.store.texts import counted
 
 #: Number of the store format (docs/store-format.md). A store with a higher number is refused.
@@ -55,6 +56,15 @@ def _schema(columns: Iterable[Column]) -> pa.Schema:
 
 SCHEMA = _schema(COLUMNS)
 _TOP_SCHEMA = _schema((*COLUMNS, *TOP_COLUMNS))
+
+
+#: Maximum number of most probable tokens of a position.
+MOST_TOP = 256
+
+
+def check_top_k(top_k: int) -> None:
+    if not 0 <= top_k <= MOST_TOP:
+        raise UsageError(f"top_k {top_k}: must be from 0 to {MOST_TOP}")
 
 
 def schema_of(top_k: int) -> pa.Schema:

@@ -39,6 +39,10 @@ _VALUE_ROWS = 65_536
 _FIND_KEYS = 131_072
 
 
+#: Ids and log-probs of the most probable tokens of each position of a sequence, int32 and float32 (positions, k).
+TopValues = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
+
+
 class Snapshot:
     """One numbered state of a table. A snapshot never changes; `advanced` returns a new object for a later state.
 
@@ -241,7 +245,7 @@ class Found:
                 values[int(row)] = flat[offsets[i] : offsets[i + 1]]
         return [values.get(int(place)) for place in places]
 
-    def top(self, k: int, some: Int64s | None = None) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]] | None]:
+    def top(self, k: int, some: Int64s | None = None) -> list[TopValues | None]:
         """Return, for each key, the k most probable tokens at each position that has a value, or None for a miss.
 
         The ids, int32 (n, k), and their log-probs in nats, float32 (n, k), are in the order of TopLogps (the engine's values).

@@ -11,6 +11,7 @@ import os
 import re
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow.fs as pafs
@@ -25,6 +26,7 @@ from reflogp.store.errors import (
     UsageError,
 )
 from reflogp.store.reference import AUTO, REFERENCE_FILE, Reference, describe_all_numerics, describe_reference
+from reflogp.store.schema import check_top_k
 from reflogp.store.table import LogprobTable
 from reflogp.store.texts import short_repr
 from reflogp.store.top import ValuesTable
@@ -185,18 +187,26 @@ class Store:
 
     def values_table(self, reference: Reference, top_k: int = 0) -> ValuesTable:
         """Return the tables to score into, with the `top_k` most probable tokens of each position; see `create_table`."""
+        check_top_k(top_k)
         base = self.create_table(reference)
-        return ValuesTable(base, self.create_table(reference, top_k) if top_k else None)
+        if not top_k:
+            return ValuesTable(base)
+        top = self.create_table(reference, top_k)
+        return ValuesTable(base, top, [table for table in self.tables(reference) if table.top_k > top_k])
 
     def top_table(self, reference: Reference | str, top_k: int) -> LogprobTable:
-        """Return the reference's table with the fewest most probable tokens of each position that has at least `top_k`.
+        """Return the first of `top_tables`."""
+        return self.top_tables(reference, top_k)[0]
+
+    def top_tables(self, reference: Reference | str, top_k: int) -> list[LogprobTable]:
+        """Return the reference's tables with at least the `top_k` most probable tokens of each position, by ascending number.
 
         Raises ReferenceNotFoundError if the store has no such table, and the errors of `store[reference]`.
         """
+        check_top_k(top_k)
         tables = self.tables(reference)
-        for table in tables:
-            if table.top_k >= top_k:
-                return table
+        if found := [table for table in tables if table.top_k >= max(1, top_k)]:
+            return found
         there = ", ".join(str(table.top_k) for table in tables[1:]) or "none"
         raise ReferenceNotFoundError(
             f"the store {self.uri} has no values of reference {reference if isinstance(reference, str) else reference.name} "
@@ -211,8 +221,11 @@ class Store:
             filesystem = storage.open_filesystem(folder, self._options)
             names = [entry.base_name for entry in filesystem.get_file_info(pafs.FileSelector(""))]
         found = sorted(int(match[1]) for name in names if (match := _TOP_FOLDER.fullmatch(name)))
-        uris = [self._table_uri(base.reference.reference_id, k) for k in found]
-        return [base, *(LogprobTable(uri, base.reference, self._options) for uri in uris)]
+        tables = [base]
+        for uri in (self._table_uri(base.reference.reference_id, k) for k in found):
+            with suppress(ReferenceNotFoundError):  # the folder of a table that is being created, or whose creation was killed
+                tables.append(LogprobTable(uri, base.reference, self._options))
+        return tables
 
     def _refuse_what_is_no_store(self) -> None:
         """Raise UsageError if the URI leads to a file, a model folder or a Delta table. None of these is a store: a store is a

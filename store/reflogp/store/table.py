@@ -300,7 +300,8 @@ def without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
     stored = {
         int(row): values
         for row, values in zip(begun, found.token_logps(begun), strict=True)
-        if values is not None and not np.array_equal(lists[int(row)].values.to_numpy()[: len(values)], values)
+        if values is not None
+        and (snapshot.top_k or not np.array_equal(lists[int(row)].values.to_numpy()[: len(values)], values))
     }
     if wanted.all() and not stored:
         return rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import pyarrow as pa
 from reflogp.store.index import Int64s
 from reflogp.store.reference import Reference
 from reflogp.store.schema import SCHEMA
-from reflogp.store.snapshot import Found, Snapshot
+from reflogp.store.snapshot import Found, Snapshot, TopValues
 from reflogp.store.table import Appended, LogprobTable
 
 
@@ -23,12 +23,15 @@ class ValuesTable:
     Rows are appended to both tables, so that whoever needs no most probable tokens does not read them. A key's values are there
     if both tables have them.
 
+    Args:
+        others: tables with more most probable tokens than `top`, in which values are looked up too.
+
     Attributes:
         top_k: number of most probable tokens that appended rows have.
     """
 
-    def __init__(self, base: LogprobTable, top: LogprobTable | None = None) -> None:
-        self._base, self._top = base, top
+    def __init__(self, base: LogprobTable, top: LogprobTable | None = None, others: Sequence[LogprobTable] = ()) -> None:
+        self._base, self._top, self._others = base, top, others
         self.top_k = 0 if top is None else top.top_k
 
     @property
@@ -40,7 +43,8 @@ class ValuesTable:
         return self._base.reference
 
     def snapshot(self) -> ValuesSnapshot:
-        return ValuesSnapshot(self._base.snapshot(), None if self._top is None else self._top.snapshot())
+        tops = [] if self._top is None else [self._top.snapshot(), *(table.snapshot() for table in self._others)]
+        return ValuesSnapshot(self._base.snapshot(), TopSnapshot(tops) if tops else None)
 
     def append(self, rows: pa.Table) -> Appended:
         """See LogprobTable.append. The snapshot's number is that of a ValuesSnapshot."""
@@ -60,12 +64,12 @@ class ValuesSnapshot:
         number: number of the snapshot of the table without most probable tokens.
     """
 
-    def __init__(self, base: Snapshot, top: Snapshot | None) -> None:
+    def __init__(self, base: Snapshot, top: TopSnapshot | None) -> None:
         self._base, self._top = base, top
         self.number = base.number
 
     def find(self, keys: pa.Array) -> ValuesFound:
-        return ValuesFound([of.find(keys) for of in (self._base, self._top) if of is not None])
+        return ValuesFound(self._base.find(keys), None if self._top is None else self._top.find(keys))
 
     def stored_lengths(self, keys: pa.Array) -> npt.NDArray[np.int32]:
         return self.find(keys).lengths
@@ -78,11 +82,43 @@ class ValuesFound:
         lengths: number of values of each key that all tables have, or -1 for a miss; int32 (n,).
     """
 
-    def __init__(self, found: list[Found]) -> None:
-        self._found = found
-        self.lengths: npt.NDArray[np.int32] = np.minimum.reduce([of.lengths for of in found])
+    def __init__(self, base: Found, top: TopFound | None) -> None:
+        self._base = base
+        self.lengths: npt.NDArray[np.int32] = base.lengths if top is None else np.minimum(base.lengths, top.lengths)
 
     def provenances(self, some: Int64s) -> Iterator[dict[str, Any]]:
         """See Found.provenances."""
-        for of in self._found:
-            yield from of.provenances(some)
+        return self._base.provenances(some)
+
+
+class TopSnapshot:
+    """Snapshots of tables with most probable tokens, as one: of each key, the longest row of any table is read."""
+
+    def __init__(self, snapshots: Sequence[Snapshot]) -> None:
+        self._snapshots = snapshots
+
+    def find(self, keys: pa.Array) -> TopFound:
+        return TopFound([snapshot.find(keys) for snapshot in self._snapshots])
+
+
+class TopFound:
+    """The result of a lookup in a TopSnapshot.
+
+    Attributes:
+        lengths: number of positions of each key that have most probable tokens, or -1 for a miss; int32 (n,).
+    """
+
+    def __init__(self, found: list[Found]) -> None:
+        self._found = found
+        lengths = np.stack([of.lengths for of in found])
+        self._table = lengths.argmax(0)
+        self.lengths: npt.NDArray[np.int32] = lengths.max(0)
+
+    def top(self, k: int, some: Int64s) -> list[TopValues | None]:
+        """See Found.top."""
+        values: list[TopValues | None] = [None] * len(some)
+        for number, of in enumerate(self._found):
+            places = np.flatnonzero(self._table[some] == number)
+            for place, of_key in zip(places.tolist(), of.top(k, some[places]) if len(places) else (), strict=True):
+                values[place] = of_key
+        return values

@@ -305,7 +305,8 @@ def dataset_notes(rows: list[dict[str, Any]], tokenizer: Any) -> tuple[str, ...]
             f"{shortened_names(others)} has the prompts, rename it"
         )
     template = str(getattr(tokenizer, "chat_template", None) or "")
-    if "strftime_now" in template and any(is_conversational(*(row.get(name) for name in columns)) for row in rows):
+    chats = any(is_conversational(*(row.get(name) for name in columns)) or row.get("conversations") for row in rows)
+    if "strftime_now" in template and chats:
         notes.append(
             "the chat template prints the date (strftime_now), so the tokens and keys of all rows change every day: train on "
             "the same day, or use a template with a fixed date (--chat-template)"

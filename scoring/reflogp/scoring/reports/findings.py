@@ -164,6 +164,8 @@ def comparison_findings(comparison: Comparison | None) -> list[Finding]:
 
 
 def label_findings(preference: LabelPreference) -> list[Finding]:
+    if not (preference.desirable or preference.undesirable):
+        return [Finding("fact", "No row has a label, which only KTO needs.")]
     found = []
     if preference.without:
         found.append(

@@ -27,13 +27,15 @@ import pyarrow as pa
 from reflogp.scoring.engines import Engine
 from reflogp.scoring.runs.committer import COMMIT_SECONDS, COMMIT_SEQUENCES, FIRST_COMMIT_SECONDS, Committer
 from reflogp.scoring.runs.misses import Committed, Ended, Event, Failed, Miss, Scored, Work
-from reflogp.scoring.torch_engine.sequences import Outcome, Sequence, TokenCounts, Values
+from reflogp.scoring.torch_engine.sequences import Outcome, Sequence, TokenCounts, Values, numbers_of
 from reflogp.scoring.tracing import record, span
 from reflogp.store.top import ValuesTable
 
 #: Maximum number of groups waiting for the engine, and maximum number of passes waiting for a commit. A pass of 65,536 tokens
-#: takes about 1 MB of memory.
-_GROUPS, _PASSES = 1, 32
+#: takes about 1 MB of memory, or 34 MB with the 64 most probable tokens of each position, of which fewer passes wait.
+_GROUPS, _PASSES, _TOP_PASSES = 1, 32, 4
+#: Values are committed when they are this many ids and log-probs, of 4 bytes each.
+_COMMIT_NUMBERS = 64 << 20
 #: Number of seconds that `stop` waits for the engine's current pass.
 _LAST_SECONDS = 20.0
 #: Maximum number of seconds to wait for a new group before asking the engine for outcomes again.
@@ -70,9 +72,10 @@ class ScoringPipeline:
         self._commit_seconds = commit_seconds
         self._next_commit_seconds = min(commit_seconds, FIRST_COMMIT_SECONDS)
         self._groups = _Groups()
-        self._passes: queue.Queue[_Pass | Ended] = queue.Queue(_PASSES)
+        self._passes: queue.Queue[_Pass | Ended] = queue.Queue(_TOP_PASSES if table.top_k else _PASSES)
         self._stopped = threading.Event()
         self._done: list[tuple[Miss, Values]] = []
+        self._numbers = 0  # in the values of `_done`
         self._since = 0.0
         self._threads = [
             # A copy of the context makes the threads' spans part of the caller's trace.
@@ -204,6 +207,9 @@ class ScoringPipeline:
             else:
                 scored.append(miss)
                 self._done.append((miss, values))
+                self._numbers += numbers_of(values)
+                if self._numbers >= _COMMIT_NUMBERS:
+                    self._commit()
         if scored:
             self.scored += len(scored)
             self._tell(Scored(scored))
@@ -215,6 +221,7 @@ class ScoringPipeline:
         done, self._done = self._done[:count], self._done[count:] if count else []
         if not done:
             return
+        self._numbers = sum(numbers_of(values) for _, values in self._done)
         misses = [miss for miss, _ in done]
         snapshot = self._commits.commit(
             pa.array([miss.key for miss in misses], pa.binary()),

@@ -45,8 +45,8 @@ from reflogp.scoring.torch_engine.selfcheck import (
     require_causal,
 )
 from reflogp.scoring.torch_engine.sequences import Logps, Outcome, Sequence, TokenCounts, in_order, passes_over, problem_of
-from reflogp.scoring.torch_engine.top import MOST
 from reflogp.store.checkpoint import Checkpoint
+from reflogp.store.schema import check_top_k
 from reflogp.store.texts import counted, first_line, short_repr
 
 #: Number of sequences that are sorted and packed together. Packing more sequences together would take longer, but would hardly
@@ -126,8 +126,7 @@ class TorchEngine:
         trust_remote_code: bool = False,
         top_k: int = 0,
     ) -> None:
-        if not 0 <= top_k <= MOST:
-            raise EngineError(f"top_k {top_k}: must be from 0 to {MOST}")
+        check_top_k(top_k)
         if token_budget != "auto" and token_budget < 1:
             raise EngineError(f"token_budget {token_budget}: must be at least 1")
         self._loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype, device, trust_remote_code)
@@ -317,6 +316,7 @@ class TorchEngine:
         that does not fit, and the check is repeated on the next pass with images.
         """
         assert isinstance(unit.work, Pack) and unit.with_images is not None
+        self._head.top_k = 0  # the check compares log-probs of the sequences' own tokens
         sequences = [unit.with_images[index] for index, _ in unit.work.members]
         for count in (IMAGE_CHECKS, 1):
             if self.image_check is not None:
@@ -335,6 +335,7 @@ class TorchEngine:
                 if not is_out_of_memory(error):
                     first = first_line(error)
                     raise EngineError(f"sequences with images could not be scored: {first}") from error
+        self._head.top_k = self.top_k
         return self.image_check is None or self.image_check.path == "packed"
 
     def _count_good_pass(self) -> None:

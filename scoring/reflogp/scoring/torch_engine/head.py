@@ -250,11 +250,12 @@ class Head:
 
 def logps_of_logits(logits: torch.Tensor, targets: torch.Tensor, top_k: int) -> torch.Tensor:
     """Do what `Head.logps` does, for float32 logits of the whole vocabulary, shape (n, vocabulary)."""
+    total = torch.logsumexp(logits, 1, keepdim=True)
+    own = logits.gather(1, targets[:, None]) - total
     if not top_k:
-        return logits.gather(1, targets[:, None])[:, 0] - torch.logsumexp(logits, 1)
-    logps = torch.log_softmax(logits, 1)
-    best, ids = top_of(logps, top_k)
-    return torch.cat([logps.gather(1, targets[:, None]), best, ids.float()], 1)
+        return own[:, 0]
+    best, ids = top_of(logits, top_k)
+    return torch.cat([own, best - total, ids.float()], 1)
 
 
 def _backbone_of(model: Any) -> tuple[torch.nn.Module, str, torch.nn.Module]:

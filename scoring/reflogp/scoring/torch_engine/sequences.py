@@ -56,6 +56,11 @@ def token_logps_of(values: Values) -> Logps:
     return values.token_logps if isinstance(values, TopLogps) else values
 
 
+def numbers_of(values: Values) -> int:
+    """Return how many ids and log-probs these values are, of 4 bytes each."""
+    return len(values) if not isinstance(values, TopLogps) else len(values.token_logps) + 2 * values.ids.size
+
+
 class Picture(Protocol):
     """An image in a prompt. The image does not need to be in memory.
 

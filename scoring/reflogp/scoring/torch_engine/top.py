@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import torch
 
-#: Maximum number of most probable tokens.
-MOST = 256
-
 
 class RunningTop:
     """Keeps the columns with the largest values of each row, while the columns of a matrix arrive in blocks.
@@ -61,7 +58,7 @@ def in_order(logps: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tens
     return logps.gather(1, order), ids.gather(1, order)
 
 
-def top_of(logps: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the k largest log-probs of rows that span the whole vocabulary, and their token ids."""
-    candidates = torch.topk(logps, min(logps.shape[1], k + 1), sorted=False)
+def top_of(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the k largest logits or log-probs of rows that span the whole vocabulary, and their token ids."""
+    candidates = torch.topk(values, min(values.shape[1], k + 1), sorted=False)
     return in_order(candidates.values, candidates.indices, k)

@@ -6,6 +6,7 @@ of a prompt from the second on, and the most probable tokens at its position, an
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import time
@@ -20,11 +21,14 @@ from reflogp.service.auth import requires
 from reflogp.service.bodies import JSON, body_schemas, read_json, too_many_tokens
 from reflogp.service.context import Context
 from reflogp.service.problems import Problem, documented
-from reflogp.service.worker.protocol import SEQUENCES, token_count
+from reflogp.service.worker.protocol import SEQUENCES
+from reflogp.store import Reference
 from reflogp.store.schema import one_array
 
-#: Maximum size of a request in bytes, and its maximum numbers of prompts and of tokens.
-_MOST_BYTES, _MOST_PROMPTS, _MOST_TOKENS = 32 << 20, 1_024, 1 << 20
+#: Maximum size of a request in bytes, its maximum number of prompts, and the maximum number of log-probs in a response.
+_MOST_BYTES, _MOST_PROMPTS, _MOST_LOGPS = 16 << 20, 1_024, 4 << 20
+#: Number of responses that are written at the same time; each takes up to a gigabyte of memory.
+_WRITERS = 2
 _SECONDS = 600.0
 
 
@@ -32,15 +36,19 @@ class CompletionRequest(BaseModel):
     """A request as vLLM's `POST /v1/completions` takes it. Other fields of such requests are ignored."""
 
     model_config = ConfigDict(extra="ignore")
-    model: str = Field(max_length=200, description="Name or id of a reference.")
+    model: str | None = Field(None, max_length=200, description="Name or id of a reference; not needed if there is only one.")
     prompt: Any = Field(description="Token ids of a prompt (a list of integers), or a list of such lists.")
-    max_tokens: int = Field(16, description="0 or 1. Nothing is generated; 1 is accepted because vLLM refuses 0.")
-    temperature: float = Field(1.0, description="0 or 1. Values are always computed at temperature 1, as in vLLM.")
-    echo: bool = Field(False, description="Whether to return `logprobs` of the prompt's tokens.")
+    max_tokens: int | None = Field(None, description="0 or 1. Nothing is generated; 1 is accepted because vLLM refuses 0.")
+    temperature: float | None = Field(None, description="0 or 1. Values are always computed at temperature 1, as in vLLM.")
+    echo: bool | None = Field(None, description="Whether to return `logprobs` of the prompt's tokens.")
     logprobs: int | None = Field(None, ge=0, le=256, description="With `echo`: number of most probable tokens per position.")
     prompt_logprobs: int | None = Field(
         None, ge=0, le=256, description="Number of most probable tokens per position in the choices' `prompt_logprobs`."
     )
+    stream: bool | None = Field(None, description="Not supported: false or absent.")
+    n: int | None = Field(None, description="Not supported: 1 or absent.")
+    best_of: int | None = Field(None, description="Not supported: 1 or absent.")
+    truncate_prompt_tokens: int | None = Field(None, description="Not supported: absent.")
 
     def prompts(self) -> list[list[int]]:
         several = isinstance(self.prompt, list) and all(isinstance(ids, list) for ids in self.prompt)
@@ -56,9 +64,13 @@ class CompletionRequest(BaseModel):
     def check(self) -> int:
         """Return the number of most probable tokens that are needed. Raises Problem for what reflogp does not do."""
         step = "send token ids with max_tokens 1 and prompt_logprobs, or with echo and logprobs"
-        if self.max_tokens not in (0, 1):
+        asked = {"stream": self.stream or None, "truncate_prompt_tokens": self.truncate_prompt_tokens}
+        asked |= {name: value if value != 1 else None for name, value in (("n", self.n), ("best_of", self.best_of))}
+        if unknown := [name for name, value in asked.items() if value is not None]:
+            raise Problem(422, f"{unknown[0]} is not supported by this service", f"leave out {unknown[0]}")
+        if self.max_tokens not in (None, 0, 1):
             raise Problem(422, f"max_tokens {self.max_tokens}: this service scores prompts and generates no tokens", step)
-        if self.temperature not in (0.0, 1.0):
+        if self.temperature not in (None, 0.0, 1.0):
             raise Problem(
                 422,
                 f"temperature {self.temperature:g}: values are computed at temperature 1",
@@ -76,6 +88,7 @@ def _are_ids(ids: Any) -> bool:
 def completions_router(context: Context) -> APIRouter:
     """Return the routes that `vllm serve` has too."""
     router = APIRouter(tags=["completions"])
+    writing = asyncio.Semaphore(_WRITERS)
     scorer = Depends(requires("score", context.settings.tokens))
 
     @router.get("/health", summary="Check that the process responds", response_description="The process responds.")
@@ -93,8 +106,11 @@ def completions_router(context: Context) -> APIRouter:
     async def models() -> dict[str, Any]:
         """List the references by name, in the format of OpenAI's and vLLM's `GET /v1/models`."""
         about = {"object": "model", "created": 0, "owned_by": "reflogp"}
-        named = context.registry.named()
-        return {"object": "list", "data": [{"id": name, **about, "root": named[name].name} for name in named]}
+        found = [
+            {"id": name, **about, "root": reference.name, "max_model_len": _positions_of(reference)}
+            for name, reference in context.registry.named().items()
+        ]
+        return {"object": "list", "data": found}
 
     @router.post(
         "/v1/completions",
@@ -113,28 +129,42 @@ def completions_router(context: Context) -> APIRouter:
         """
         async with context.large.turn_of(request):
             asked = await read_json(request, CompletionRequest, context.settings.max_body_bytes, _MOST_BYTES)
-        top_k, prompts = asked.check(), asked.prompts()
-        served = context.registry.entry_of(asked.model, context.registry.model_of(asked.model).reference_id).top_k
+        top_k, prompts, model = asked.check(), asked.prompts(), asked.model or _only_model(list(context.registry.named()))
+        served = context.registry.entry_of(model, context.registry.model_of(model).reference_id).top_k
         if top_k > served:
             raise Problem(
                 422,
-                f"{top_k} most probable tokens were requested, but {asked.model!r} is served with top_k = {served}",
+                f"{top_k} most probable tokens were requested, but {model!r} is served with top_k = {served}",
                 f"ask for at most {served}, or have `top_k = {top_k}` set for this reference in the service's settings",
             )
         scored = [at for at, ids in enumerate(prompts) if len(ids) > 1]  # a first token has no context
+        if sum(map(len, prompts)) * (1 + served) > _MOST_LOGPS:
+            raise too_many_tokens(_MOST_LOGPS // (1 + served))
         table = pa.table([[prompts[at][:1] for at in scored], [prompts[at][1:] for at in scored]], schema=SEQUENCES)
-        if token_count(table) > _MOST_TOKENS:
-            raise too_many_tokens(_MOST_TOKENS)
-        found = await context.online.score(asked.model, table, 1.0, True, True, _SECONDS, top_k)
-        if problem := next((text for text in found.outcomes["error"].to_pylist() if text is not None), None):
-            raise Problem(422, f"a prompt cannot be scored: {problem}", "remove it, and send the others again")
-        return await to_thread.run_sync(_response, asked, prompts, scored, found.outcomes, top_k)
+        found = await context.online.score(model, table, 1.0, True, True, _SECONDS, top_k)
+        for at, problem in zip(scored, found.outcomes["error"].to_pylist(), strict=True):
+            if problem is not None:
+                raise Problem(422, f"prompt {at} cannot be scored: {problem}", "remove it, and send the others again")
+        async with writing:
+            return await to_thread.run_sync(_response, asked, model, prompts, scored, found.outcomes, top_k)
 
     return router
 
 
+def _positions_of(reference: Reference) -> int | None:
+    config = reference.config.get("text_config", reference.config)
+    positions: int | None = config.get("max_position_embeddings") or config.get("n_positions")
+    return positions
+
+
+def _only_model(names: list[str]) -> str:
+    if len(names) != 1:
+        raise Problem(422, f"model: name one of {', '.join(names) or 'no models'}", "GET /v1/models lists them")
+    return names[0]
+
+
 def _response(
-    asked: CompletionRequest, prompts: list[list[int]], scored: list[int], outcomes: pa.Table, top_k: int
+    asked: CompletionRequest, model: str, prompts: list[list[int]], scored: list[int], outcomes: pa.Table, top_k: int
 ) -> Response:
     columns = {name: one_array(outcomes[name]) for name in outcomes.column_names if name != "error"}
     places = {index: place for place, index in enumerate(scored)}
@@ -145,21 +175,25 @@ def _response(
             logps, *tops = (column[places[index]].values.to_numpy() for column in columns.values())
             rows = [top.reshape(-1, top_k).tolist() for top in tops] or [[[]] * len(logps)] * 2
             positions = [_entries(*of) for of in zip(ids[1:], logps.tolist(), *rows, strict=True)]
-        choices.append({"index": index, "text": "", "finish_reason": "length", **_choice(asked, ids, positions)})
+        choice = {"index": index, "text": "", "finish_reason": "length", **_choice(asked, ids, positions)}
+        choices.append(_json(choice))  # as text, which takes a tenth of the memory
     tokens = sum(map(len, prompts))
     content = {
         "id": "cmpl-reflogp",
         "object": "text_completion",
         "created": int(time.time()),
-        "model": asked.model,
-        "choices": choices,
+        "model": model,
         "usage": {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens},
     }
-    return Response(json.dumps(content, allow_nan=False, separators=(",", ":")), media_type=JSON)
+    return Response(f'{_json(content)[:-1]},"choices":[{",".join(choices)}]}}', media_type=JSON)
 
 
-#: A token at a position: its id, its log-prob, and its rank.
-_Entry = tuple[int, float, int]
+def _json(content: dict[str, Any]) -> str:
+    return json.dumps(content, allow_nan=False, separators=(",", ":"))
+
+
+#: A token at a position: its id, its log-prob, and its rank, which is unknown if no most probable tokens were requested.
+_Entry = tuple[int, float, int | None]
 
 
 def _entries(token: int, logp: float, ids: list[int], logps: list[float]) -> list[_Entry]:
@@ -168,9 +202,12 @@ def _entries(token: int, logp: float, ids: list[int], logps: list[float]) -> lis
     The log-probs of most probable tokens are rounded if they were stored, and the token's own is not. They are made to have the
     order of the ranks, because clients compare them to see whether the token is the most probable one.
     """
+    if not ids:
+        return [(token, logp, None)]
     place = ids.index(token) if token in ids else len(ids)
     above = math.nextafter(logp, math.inf)
-    entries = [(top, max(value, above), rank) for rank, (top, value) in enumerate(zip(ids[:place], logps, strict=False), 1)]
+    before = zip(ids[:place], logps, strict=False)
+    entries: list[_Entry] = [(top, max(value, above), rank) for rank, (top, value) in enumerate(before, 1)]
     entries.append((token, logp, place + 1))
     after = zip(ids[place + 1 :], logps[place + 1 :], strict=True)
     return entries + [(top, min(value, logp), place + 2 + more) for more, (top, value) in enumerate(after)]
@@ -180,7 +217,7 @@ def _choice(asked: CompletionRequest, ids: list[int], positions: list[list[_Entr
     """Return the fields of a choice that have log-probs. `positions` has the entries of each token of `ids` but the first."""
 
     def chosen(entries: list[_Entry], token: int, k: int) -> list[_Entry]:
-        return [entry for entry in entries if entry[2] <= k or entry[0] == token]
+        return [entry for entry in entries if entry[0] == token or (entry[2] or 1) <= k]
 
     found: dict[str, Any] = {"logprobs": None, "prompt_logprobs": None}
     if (k := asked.prompt_logprobs) is not None:
@@ -196,11 +233,12 @@ def _choice(asked: CompletionRequest, ids: list[int], positions: list[list[_Entr
             {f"token_id:{top}": logp for top, logp, _ in chosen(entries, token, k)}
             for token, entries in zip(ids[1:], positions, strict=True)
         ]
-        generated = [None] * asked.max_tokens  # clients expect an entry for a token that vLLM would generate
+        count = asked.max_tokens or 0
+        generated = [None] * count  # clients expect an entry for a token that vLLM would generate
         found["logprobs"] = {
-            "tokens": [f"token_id:{token}" for token in ids] + [""] * asked.max_tokens,
+            "tokens": [f"token_id:{token}" for token in ids] + [""] * count,
             "token_logprobs": [None, *own, *generated],
             "top_logprobs": [None, *tops, *generated],
-            "text_offset": [0] * (len(ids) + asked.max_tokens),
+            "text_offset": [0] * (len(ids) + count),
         }
     return found

@@ -145,17 +145,19 @@ def scores_router(context: Context) -> APIRouter:
         sequences still get values.
         """
         as_arrow = require_type(request, JSON, ARROW_STREAM) == ARROW_STREAM
+        served = context.registry.entry_of(reference, context.registry.model_of(reference).reference_id)
+        most = _MAX_TOKENS // (1 + served.top_k // 4)  # most probable tokens take more memory than the tokens themselves
         async with context.large.turn_of(request):
             if as_arrow:
                 body = await read_body(request, context.settings.max_body_bytes)
-                table = await decoded(lambda body: sequences_of(body, _MAX_SEQUENCES, _MAX_TOKENS), body)
+                table = await decoded(lambda body: sequences_of(body, _MAX_SEQUENCES, most), body)
                 del body
             else:
                 asked = await read_json(request, ScoreRequest, context.settings.max_body_bytes)
                 table = await to_thread.run_sync(_table_of, asked)
                 del asked
-                if token_count(table) > _MAX_TOKENS:
-                    raise too_many_tokens(_MAX_TOKENS)
+                if token_count(table) > most:
+                    raise too_many_tokens(most)
         seconds = _DEADLINE_SECONDS if deadline_ms is None else deadline_ms / 1000
         scoring = asyncio.create_task(context.online.score(reference, table, temperature, cache_read, cache_write, seconds))
         scored = await _unless_gone(request, scoring)

@@ -6,8 +6,10 @@ Each is forked from a fork server that has imported the libraries, so that a sho
 from __future__ import annotations
 
 import asyncio
+import json
 import multiprocessing
 import socket
+import time
 from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -21,6 +23,8 @@ from reflogp.service.processes import memory_of
 from reflogp.service.runner.limited import PRELOADED
 from reflogp.service.runner.order import JobContext, JobOrder
 
+#: Seconds between checks of the process that writes a report.
+_LOOK_SECONDS = 2.0
 #: Size in bytes of the buffer for a process's frames. A frame may be longer.
 _BUFFER = 1 << 20
 #: Attributes of multiprocessing's fork server, which belong to its implementation, that say how to connect to the server.
@@ -63,14 +67,38 @@ async def start_runner(order: JobOrder, context: JobContext) -> RunnerProcess:
     return RunnerProcess(process, reader, writer)
 
 
-def write_report(order: JobOrder, context: JobContext) -> str:
-    """Write a job's report in a process of its own. Return the reason why there is none, or "". This call blocks."""
+def write_report(order: JobOrder, context: JobContext, most_bytes: int, seconds: float) -> tuple[str, bool]:
+    """Write a job's report in a process of its own, which is killed if it takes too much memory or time. This call blocks.
+
+    Return the reason why there is no report, or "", and whether it is the same at the next call.
+    """
     ours, theirs = socket.socketpair()
-    process = _start(_report, theirs, order, context)
-    with ours, ours.makefile() as texts:
-        error = texts.read()
+    try:
+        process = _start(_report, theirs, order, context)
+    except (OSError, EOFError) as error:
+        return f"no process can be started: {error}", False
+    stop, said, killed_for = time.monotonic() + seconds, b"", ""
+    with ours:
+        ours.settimeout(_LOOK_SECONDS)
+        while True:
+            try:
+                if not (received := ours.recv(_BUFFER)):
+                    break
+                said += received
+            except TimeoutError:
+                if memory_of(process.pid or 0, with_children=False) > most_bytes:
+                    killed_for = "it takes more memory than max_worker_bytes allows"
+                elif time.monotonic() > stop:
+                    killed_for = f"it takes more than {seconds:g} seconds"
+                if killed_for:
+                    process.kill()
     process.join()
-    return error or (exit_reason(process.exitcode, "the service's log") if process.exitcode else "")
+    if said:
+        answer = json.loads(said)
+        return answer["error"], answer["is_lasting"]
+    if killed_for:
+        return killed_for, True
+    return exit_reason(process.exitcode, "the service's log") if process.exitcode else "", False
 
 
 def _start(function: Callable[..., None], theirs: socket.socket, order: JobOrder, context: JobContext) -> ForkServerProcess:

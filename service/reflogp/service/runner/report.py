@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -11,9 +12,10 @@ from pathlib import Path
 from reflogp.scoring.reports.build import make_page
 from reflogp.scoring.reports.collect import collect
 from reflogp.service.runner.job import open_dataset
+from reflogp.service.runner.job_dataset import delete_oldest
 from reflogp.service.runner.order import JobContext, JobOrder
 from reflogp.service.runner.run import set_up_process
-from reflogp.store import ReflogpError, Store
+from reflogp.store import ReflogpError, Store, StoreUnavailableError
 from reflogp.store.files import write_atomically
 from reflogp.store.texts import shortened_without_secrets
 from reflogp.store.windows import TrainerSettings
@@ -22,15 +24,19 @@ logger = logging.getLogger("reflogp.runner")
 
 
 def main(connection: socket.socket, order: JobOrder, context: JobContext) -> None:
-    """Write a job's report in this process, and exit. If there is an error, send its text over the connection."""
+    """Write a job's report in this process, and exit.
+
+    If there is an error, send its text over the connection, and whether it would be the same again.
+    """
     set_up_process()
     threading.Thread(target=_exit_with_the_service, args=(connection,), daemon=True).start()
     try:
         _write(order, context)
     except Exception as error:
-        if not isinstance(error, ReflogpError | OSError):
-            logger.exception("the report could not be written", extra={"job": order.job})
-        connection.sendall(shortened_without_secrets(str(error) or type(error).__name__).encode())
+        is_lasting = isinstance(error, ReflogpError | FileNotFoundError) and not isinstance(error, StoreUnavailableError)
+        logger.warning("the report could not be written: %s", error, exc_info=not is_lasting, extra={"job": order.job})
+        text = shortened_without_secrets(str(error) or type(error).__name__)
+        connection.sendall(json.dumps({"error": text, "is_lasting": is_lasting}).encode())
     os._exit(0)
 
 
@@ -40,6 +46,7 @@ def _write(order: JobOrder, context: JobContext) -> None:
     with open_dataset(order, context, lambda: None) as (dataset, tokenizer):
         collected, model = collect(dataset, "the dataset", snapshot, settings), order.reference.name
         page = make_page(collected, dataset.only, tokenizer.load(), snapshot, settings, score="", data=name, model=model)
+    delete_oldest(context.tokens, context.max_tokens_bytes)
     with write_atomically(Path(order.report)) as partial:
         partial.write_bytes(page)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from reflogp.scoring.runs.committer import Committer
-from reflogp.scoring.torch_engine.sequences import Sequence, Values
+from reflogp.scoring.torch_engine.sequences import Sequence, Values, numbers_of
 from reflogp.store import ReflogpError, sequence_keys
 from reflogp.store.texts import counted
 from reflogp.store.top import ValuesTable
@@ -23,10 +23,9 @@ logger = logging.getLogger(__name__)
 #: Before a commit, the thread waits up to _SECONDS for more values, so that they are committed together. It does not wait if
 #: the values of _SEQUENCES sequences of one reference are already queued.
 _SECONDS, _SEQUENCES = 2.0, 4096
-#: Maximum total number of tokens of the sequences that are waiting or being committed. A waiting token takes at most 8 bytes: 4
-#: for its id and, in a completion, 4 for its log-prob. If values arrive faster than they are committed, the newest values are
-#: dropped.
-_MOST_TOKENS = 8 << 20
+#: Maximum total number of token ids and log-probs of the sequences that are waiting or being committed, of 4 bytes each. If
+#: values arrive faster than they are committed, the newest values are dropped.
+_MOST_NUMBERS = 16 << 20
 
 
 def _copied(scored: tuple[Sequence, Values]) -> tuple[Sequence, Values]:
@@ -38,11 +37,14 @@ def _copied(scored: tuple[Sequence, Values]) -> tuple[Sequence, Values]:
     return Sequence(np.array(sequence.prompt_ids, np.int32), np.array(sequence.completion_ids, np.int32)), values
 
 
+def _numbers_of(scored: list[tuple[Sequence, Values]]) -> int:
+    return sum(len(sequence) + numbers_of(values) for sequence, values in scored)
+
+
 class WriteBack:
     """A queue of computed values, and the thread that commits them.
 
     Args:
-        store: store that values are committed to.
         table_of: function that takes a reference id and returns the table for its values.
     """
 
@@ -51,7 +53,7 @@ class WriteBack:
         self._commits: dict[str, Committer] = {}
         self._waiting: dict[str, tuple[dict[str, Any], list[tuple[Sequence, Values]]]] = {}
         self._changed = threading.Condition()
-        self._tokens = 0  # total number of tokens of the sequences that are waiting or being committed
+        self._numbers = 0  # of the sequences that are waiting or being committed
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="write-back", daemon=True)
         self._thread.start()
@@ -59,18 +61,18 @@ class WriteBack:
     def put(self, reference_id: str, provenance: dict[str, Any], scored: list[tuple[Sequence, Values]]) -> None:
         """Queue values for the next commit. The values must have been computed at temperature 1.
 
-        If earlier values are still waiting or being committed, and the new values would bring the total above _MOST_TOKENS
-        tokens, log a warning and drop the new values.
+        If earlier values are still waiting or being committed, and the new values would bring the total above _MOST_NUMBERS,
+        log a warning and drop the new values.
         """
         with self._changed:
-            tokens = sum(len(sequence) for sequence, _ in scored)
-            if self._tokens and self._tokens + tokens > _MOST_TOKENS:
+            numbers = _numbers_of(scored)
+            if self._numbers and self._numbers + numbers > _MOST_NUMBERS:
                 logger.warning(
                     "did not store %s, because too many earlier values are still waiting to be committed",
                     counted(len(scored), "scored sequence"),
                 )
                 return
-            self._tokens += tokens
+            self._numbers += numbers
             self._waiting.setdefault(reference_id, (provenance, []))[1].extend(map(_copied, scored))
             self._changed.notify_all()
 
@@ -99,7 +101,7 @@ class WriteBack:
                     logger.exception("could not store %s", counted(len(scored), "scored sequence"))
                 finally:
                     with self._changed:
-                        self._tokens -= sum(len(sequence) for sequence, _ in scored)
+                        self._numbers -= _numbers_of(scored)
 
     def _is_due(self) -> bool:
         return self._closing or any(len(scored) >= _SEQUENCES for _, scored in self._waiting.values())
