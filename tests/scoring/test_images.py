@@ -207,6 +207,21 @@ def test_a_padded_batch_holds_few_decoded_images(llava, monkeypatch):
     assert max(map(len, batches)) == len(PICTURES)
 
 
+def test_the_most_probable_tokens_after_images_are_those_of_the_models_own_logits(llava, monkeypatch):
+    sequences = engine_sequences(llava, rows())
+    values = TorchEngine(llava, "float32", "cpu").score(sequences)
+    engine = TorchEngine(llava, "float32", "cpu", top_k=8)
+    packed = engine.score(sequences)
+    assert engine.image_check.path == "packed"
+    assert far([found.token_logps for found in packed], values) <= 1e-6
+    monkeypatch.setattr(selfcheck, "layout_of", lambda *args: (False, "for this test"))
+    monkeypatch.setattr(selfcheck, "_padded", lambda *args: 1 / 0)
+    alone = TorchEngine(llava, "float32", "cpu", top_k=8)
+    with pytest.warns(UserWarning, match="single path"):
+        expected = alone.score(sequences)
+    assert far([found.logps for found in packed], [found.logps for found in expected]) <= 1e-4
+
+
 def test_a_kernel_that_fails_for_images_is_not_used_for_them(llava, monkeypatch):
     expected = TorchEngine(llava, "float32", "cpu").score(engine_sequences(llava, rows()))
     engine = TorchEngine(llava, "float32", "cpu")
