@@ -291,3 +291,15 @@ def test_a_truncated_join_is_not_exported_to_axolotl(reflogp, tmp_path, referenc
         reflogp(command, reference_folder, file, *common, "--dtype", "float32", "--top-k", K, *out)
     code, _, err = reflogp("export", tmp_path / "joined.parquet", "--as", "axolotl-kd", "-o", tmp_path / "kd.parquet")
     assert code == 2 and "without --max-length" in err
+
+
+def test_strict_engine_sees_values_of_both_tables(reflogp, tmp_path, reference_folder, rows):
+    file, store = write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "store"
+    score(str(reference_folder), rows[:1], store, dtype="float32")
+    table = Store(store)[Store(store).references()[0]]
+    ids, length = rows[1], len(rows[1]["chosen_ids"])
+    table.add([ids["prompt_ids"]], [ids["chosen_ids"]], [[-1.0] * length], provenance={"engine": "other"})
+    command = ("score", reference_folder, file, "--store", store, "--dtype", "float32", "--strict-engine")
+    for more in ((), ("--top-k", K)):
+        code, _, err = reflogp(*command, *more)
+        assert code == 1 and "values from other" in err, err

@@ -83,12 +83,14 @@ class ValuesFound:
     """
 
     def __init__(self, base: Found, top: TopFound | None) -> None:
-        self._base = base
+        self._base, self._top = base, top
         self.lengths: npt.NDArray[np.int32] = base.lengths if top is None else np.minimum(base.lengths, top.lengths)
 
     def provenances(self, some: Int64s) -> Iterator[dict[str, Any]]:
-        """See Found.provenances."""
-        return self._base.provenances(some)
+        """See Found.provenances. Those of each table are yielded, also for keys that another table lacks."""
+        yield from self._base.provenances(some)
+        if self._top is not None:
+            yield from self._top.provenances(some)
 
 
 class TopSnapshot:
@@ -113,6 +115,11 @@ class TopFound:
         lengths = np.stack([of.lengths for of in found])
         self._table = lengths.argmax(0)
         self.lengths: npt.NDArray[np.int32] = lengths.max(0)
+
+    def provenances(self, some: Int64s) -> Iterator[dict[str, Any]]:
+        """See Found.provenances."""
+        for number, of in enumerate(self._found):
+            yield from of.provenances(some[self._table[some] == number])
 
     def top(self, k: int, some: Int64s) -> list[TopValues | None]:
         """See Found.top."""

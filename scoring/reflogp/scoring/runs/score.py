@@ -276,7 +276,7 @@ class _Run:
                 hit_now = self._now.stored_lengths(keys) >= view.needed
             usable = np.flatnonzero(~dropped & (view.needed > 0))  # without empty completions
             if self._strict_engine is not None:
-                _refuse_other_engines(stored, usable[hit_before[usable]], self._strict_engine)
+                _refuse_other_engines(stored, usable, self._strict_engine)
             self._summary.sequences += len(usable)
             self._summary.hits += int(hit_before[usable].sum())
             self._summary.duplicates += int((hit_now & ~hit_before)[usable].sum())
