@@ -289,7 +289,7 @@ def test_a_store_of_a_newer_format(score, pairs_file, tmp_path):
         ({"options": ["--dtype", "int3"]}, "dtype"),
         ({"options": ["--truncation-mode", "middle"]}, "keep_start"),
         ({"options": ["--token-budget", "many"]}, "token-budget"),
-        ({"options": ["--format", "sft"]}, "--format"),
+        ({"options": ["--format", "ppo"]}, "--format"),
         ({"options": ["--store", "s3:/bucket"]}, "two slashes"),
         ({"options": ["--format", "kto", "--split", "x"], "data": "tokens"}, "expected rows in the format 'kto'"),
     ],

@@ -47,6 +47,7 @@ CALLS = {
     "submit": (lambda ledger: None, lambda ledger, _: put(ledger, "new")[1]),
     "get": (waiting, lambda ledger, job: ledger.get(job).id == job),
     "page": (waiting, lambda ledger, job: [found.id for found in ledger.page().jobs] == [job]),
+    "claim_of": (ended, lambda ledger, job: ledger.claim_of(job).id == job),
     "counts": (waiting, lambda ledger, job: ledger.counts()),
     "requeue_running": (running, lambda ledger, job: ledger.requeue_running() in (0, 1)),
     "highest_queued_priority": (waiting, lambda ledger, job: ledger.highest_queued_priority()),
