@@ -32,23 +32,46 @@ _WRITERS = 2
 _SECONDS = 600.0
 
 
+#: JSON Schemas of what `CompletionRequest.prompts` and `CompletionRequest.check` accept.
+_IDS: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}
+_PROMPT: dict[str, Any] = {"anyOf": [_IDS, {"type": "array", "minItems": 1, "maxItems": _MOST_PROMPTS, "items": _IDS}]}
+_ASKS_FOR_LOGPS: list[Any] = [
+    {"required": ["prompt_logprobs"], "properties": {"prompt_logprobs": {"type": "integer"}}},
+    {"required": ["echo", "logprobs"], "properties": {"echo": {"const": True}, "logprobs": {"type": "integer"}}},
+]
+
+
+def _only(*values: float | bool | None) -> dict[str, Any]:
+    return {"enum": [*values, None]}
+
+
 class CompletionRequest(BaseModel):
     """A request as vLLM's `POST /v1/completions` takes it. Other fields of such requests are ignored."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", json_schema_extra={"anyOf": _ASKS_FOR_LOGPS})
     model: str | None = Field(None, max_length=200, description="Name or id of a reference; not needed if there is only one.")
-    prompt: Any = Field(description="Token ids of a prompt (a list of integers), or a list of such lists.")
-    max_tokens: int | None = Field(None, description="0 or 1. Nothing is generated; 1 is accepted because vLLM refuses 0.")
-    temperature: float | None = Field(None, description="0 or 1. Values are always computed at temperature 1, as in vLLM.")
+    prompt: Any = Field(
+        description="Token ids of a prompt (a list of integers), or a list of such lists.", json_schema_extra=_PROMPT
+    )
+    max_tokens: int | None = Field(
+        None,
+        description="0 or 1. Nothing is generated; 1 is accepted because vLLM refuses 0.",
+        json_schema_extra=_only(0, 1),
+    )
+    temperature: float | None = Field(
+        None,
+        description="0 or 1. Values are always computed at temperature 1, as in vLLM.",
+        json_schema_extra=_only(0, 1),
+    )
     echo: bool | None = Field(None, description="Whether to return `logprobs` of the prompt's tokens.")
     logprobs: int | None = Field(None, ge=0, le=256, description="With `echo`: number of most probable tokens per position.")
     prompt_logprobs: int | None = Field(
         None, ge=0, le=256, description="Number of most probable tokens per position in the choices' `prompt_logprobs`."
     )
-    stream: bool | None = Field(None, description="Not supported: false or absent.")
-    n: int | None = Field(None, description="Not supported: 1 or absent.")
-    best_of: int | None = Field(None, description="Not supported: 1 or absent.")
-    truncate_prompt_tokens: int | None = Field(None, description="Not supported: absent.")
+    stream: bool | None = Field(None, description="Not supported: false or absent.", json_schema_extra=_only(False))
+    n: int | None = Field(None, description="Not supported: 1 or absent.", json_schema_extra=_only(1))
+    best_of: int | None = Field(None, description="Not supported: 1 or absent.", json_schema_extra=_only(1))
+    truncate_prompt_tokens: int | None = Field(None, description="Not supported: absent.", json_schema_extra=_only())
 
     def prompts(self) -> list[list[int]]:
         several = isinstance(self.prompt, list) and all(isinstance(ids, list) for ids in self.prompt)
@@ -91,9 +114,14 @@ def completions_router(context: Context) -> APIRouter:
     writing = asyncio.Semaphore(_WRITERS)
     scorer = Depends(requires("score", context.settings.tokens))
 
-    @router.get("/health", summary="Check that the process responds", response_description="The process responds.")
+    @router.get(
+        "/health",
+        summary="Check that the process responds",
+        response_class=Response,
+        response_description="The process responds.",
+    )
     async def health() -> Response:
-        """Return 200 to show that the process responds."""
+        """Return 200 to show that the process responds. The body is empty, as vLLM's."""
         return Response()
 
     @router.get(
@@ -129,8 +157,9 @@ def completions_router(context: Context) -> APIRouter:
         """
         async with context.large.turn_of(request):
             asked = await read_json(request, CompletionRequest, context.settings.max_body_bytes, _MOST_BYTES)
-        top_k, prompts, model = asked.check(), asked.prompts(), asked.model or _only_model(list(context.registry.named()))
+        model = asked.model or _only_model(list(context.registry.named()))
         served = context.registry.entry_of(model, context.registry.model_of(model).reference_id).top_k
+        top_k, prompts = asked.check(), asked.prompts()
         if top_k > served:
             raise Problem(
                 422,
@@ -159,7 +188,7 @@ def _positions_of(reference: Reference) -> int | None:
 
 def _only_model(names: list[str]) -> str:
     if len(names) != 1:
-        raise Problem(422, f"model: name one of {', '.join(names) or 'no models'}", "GET /v1/models lists them")
+        raise Problem(404, f"model: name one of {', '.join(names) or 'no models'}", "GET /v1/models lists them")
     return names[0]
 
 
