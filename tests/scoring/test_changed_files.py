@@ -1,12 +1,15 @@
 """Files that are replaced under a running service: weights, chat templates, datasets."""
 
+import contextlib
 import json
+import re
 import shutil
 import signal
 from pathlib import Path
 
 import httpx
 import numpy as np
+import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -149,16 +152,26 @@ def link_led_outside(file, content) -> None:
     link.rename(file)
 
 
+def runner_of(service, job: str) -> psutil.Process:
+    """Wait until a job has begun, and return the process that reads its dataset."""
+
+    def pids() -> list[str]:
+        return [re.search(r"job started, pid (\d+),", line)[1] for line in service.log if job in line and "job started" in line]
+
+    wait_until(pids)
+    return psutil.Process(int(pids()[0]))
+
+
 CHANGES = [renamed_over, in_place, appended, link_led_outside, folder_swapped]
 
 
 @pytest.mark.parametrize(
     ("moment", "change", "whole_folder"),
-    [("before it is opened", change, whole) for change in CHANGES for whole in (False, True)]
+    [("as it begins", change, whole) for change in CHANGES for whole in (False, True)]
     + [("while it is read", change, at % 2 == 1) for at, change in enumerate(CHANGES)],
 )
 def test_a_dataset_that_is_replaced_after_its_job_begins(service, place, tmp_path, moment, change, whole_folder):
-    count = 3 if moment == "before it is opened" else 30_000
+    count = 3 if moment == "as it begins" else 30_000
     number = len(list((place / "data").iterdir()))
     folder = place / "data" / f"set-{number}"
     folder.mkdir()
@@ -169,22 +182,17 @@ def test_a_dataset_that_is_replaced_after_its_job_begins(service, place, tmp_pat
     old, new = padded(rows, size), padded(token_rows(3, seed=seed + 1), size)
     file = folder / "rows.jsonl"
     file.write_bytes(old)
-    [worker] = service.workers()
     with Client(service.url) as client:
-        if moment == "before it is opened":
-            worker.send_signal(signal.SIGSTOP)
-        try:
-            job = client.submit(ServicePath(str(folder if whole_folder else file)), "ref")
-            if moment == "while it is read":
-                found = wait_for(client, job.id, lambda job: job.progress.rows > 0 or job.state == "done")
-                worker.send_signal(signal.SIGSTOP)
-                assert found.progress.rows < count
-            else:
-                begun = "job started on worker"
-                wait_until(lambda: any(begun in line and job.id in line for line in service.log))
-            change(file, new)
-        finally:
-            worker.send_signal(signal.SIGCONT)
+        job = client.submit(ServicePath(str(folder if whole_folder else file)), "ref")
+        runner = runner_of(service, job.id)
+        if moment == "while it is read":
+            found = wait_for(client, job.id, lambda job: job.progress.rows > 0 or job.state == "done")
+            assert found.progress.rows < count
+        with contextlib.suppress(psutil.NoSuchProcess):  # three rows are soon done
+            runner.send_signal(signal.SIGSTOP)
+        change(file, new)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            runner.send_signal(signal.SIGCONT)
         ended = client.watch(job.id)
         if ended.state == "done":
             assert keys_of(client, ended, tmp_path) == expected_keys(rows)
