@@ -28,7 +28,7 @@ from reflogp.scoring.data.objects import open_dataset
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset
 from reflogp.scoring.data.tokenized import TokenizedDataset
-from reflogp.scoring.errors import DatasetError, InvalidSequencesError, TokenizerError
+from reflogp.scoring.errors import DatasetError, EngineError, InvalidSequencesError, TokenizerError
 from reflogp.scoring.runs.score import images_for_engine
 from reflogp.scoring.torch_engine import attention, selfcheck
 from reflogp.scoring.torch_engine import engine as engine_module
@@ -220,6 +220,16 @@ def test_the_most_probable_tokens_after_images_are_those_of_the_models_own_logit
     with pytest.warns(UserWarning, match="single path"):
         expected = alone.score(sequences)
     assert far([found.logps for found in packed], [found.logps for found in expected]) <= 1e-4
+
+
+def test_an_engine_whose_check_of_images_failed_still_returns_the_most_probable_tokens(llava, monkeypatch):
+    engine = TorchEngine(llava, "float32", "cpu", top_k=8)
+    sequences = engine_sequences(llava, rows())
+    with monkeypatch.context() as failing:
+        failing.setattr("reflogp.scoring.torch_engine.engine.check_images", lambda *args: {}["no such layer"])
+        with pytest.raises(EngineError, match="could not be scored"):
+            engine.score(sequences)
+    assert all(found.ids.shape == (len(found.token_logps), 8) for found in engine.score(sequences))
 
 
 def test_a_kernel_that_fails_for_images_is_not_used_for_them(llava, monkeypatch):

@@ -316,13 +316,12 @@ class TorchEngine:
         that does not fit, and the check is repeated on the next pass with images.
         """
         assert isinstance(unit.work, Pack) and unit.with_images is not None
-        self._head.top_k = 0  # the check compares log-probs of the sequences' own tokens
         sequences = [unit.with_images[index] for index, _ in unit.work.members]
         for count in (IMAGE_CHECKS, 1):
             if self.image_check is not None:
                 break
             try:
-                with on_device(self.device), self._loaded.computing():
+                with on_device(self.device), self._loaded.computing(), self._head.without_top():
                     self.image_check = check_images(
                         self._head,
                         self._loaded,
@@ -335,7 +334,6 @@ class TorchEngine:
                 if not is_out_of_memory(error):
                     first = first_line(error)
                     raise EngineError(f"sequences with images could not be scored: {first}") from error
-        self._head.top_k = self.top_k
         return self.image_check is None or self.image_check.path == "packed"
 
     def _count_good_pass(self) -> None:

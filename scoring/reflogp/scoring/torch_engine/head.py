@@ -6,6 +6,7 @@ are computed in float32.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,6 +80,15 @@ class Head:
         self._factors = self._weight if self._rounded is None or self.logits is None else self._weight.to(self._rounded)
         self.log_sum_exp: LogSumExp = eager
         self.top_k = 0
+
+    @contextlib.contextmanager
+    def without_top(self) -> Iterator[None]:
+        """Return only log-probs of the targets in the `with` block."""
+        top_k, self.top_k = self.top_k, 0
+        try:
+            yield
+        finally:
+            self.top_k = top_k
 
     @torch.inference_mode()
     def logps(self, states: torch.Tensor, at: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
