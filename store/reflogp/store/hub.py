@@ -277,20 +277,16 @@ def _require_all(place: HubPlace, folder: Path, snapshot: Snapshot) -> None:
     for file in sorted(folder.glob(DATA_FILES)):
         try:
             if (top_k := top_k_of(file)) > snapshot.top_k:
-                break
+                raise UsageError(
+                    f"{place} has the {top_k} most probable tokens of each position, which this push would delete: push with "
+                    f"--top-k {top_k} or to another repository, or overwrite the repository's values with --replace"
+                )
             for batch in pq.ParquetFile(file).iter_batches(_ROWS_AT_ONCE, columns=["key", "scored_len"]):
                 lacking += int((snapshot.stored_lengths(batch["key"]) < batch["scored_len"].to_numpy()).sum())
         except (OSError, ValueError, KeyError) as error:
             raise UsageError(
                 f"{place} is damaged: {file.name} cannot be read ({sentence(error)}); to repair it, push again with --replace"
             ) from error
-    else:
-        top_k = 0
-    if top_k:
-        raise UsageError(
-            f"{place} has the {top_k} most probable tokens of each position, which this push would delete: push with --top-k "
-            f"{top_k} or to another repository, or overwrite the repository's values with --replace"
-        )
     if lacking:
         raise UsageError(
             f"{place} has values of {counted(lacking, 'sequence')} that snapshot {snapshot.number} of the store lacks: run "
