@@ -14,7 +14,6 @@ from reflogp.cli.scored import open_scored, open_versus
 from reflogp.store import Store
 from reflogp.store.commands import ScoreArguments
 from reflogp.store.texts import counted
-from reflogp.store.top import TopSnapshot
 
 if TYPE_CHECKING:
     from reflogp.scoring.data.tokenized import TokenizedDataset
@@ -52,8 +51,7 @@ def join(
     quiet_libraries()
     dataset, at = open_scored(arguments, snapshot)
     second = open_versus(versus, arguments, at)
-    tops = [table.snapshot() for table in Store(arguments.store).top_tables(at.reference, top_k)] if top_k else []
-    top = TopTokens(TopSnapshot(tops), top_k) if tops else None
+    top = TopTokens.find(Store(arguments.store), at.reference, top_k)
     with progress_bar("joining") as bar:
         summary = join_dataset(dataset, at, output, replace(arguments.settings, ld_alpha=ld_alpha), bar, second, top)
     _print_dropped(summary.dropped_rows)

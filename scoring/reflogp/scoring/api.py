@@ -32,7 +32,6 @@ from reflogp.store import ReflogpError, Snapshot, Store, UsageError, resolve_mod
 from reflogp.store.commands import ScoreArguments, naming_command
 from reflogp.store.store import choose_reference
 from reflogp.store.texts import counted
-from reflogp.store.top import TopSnapshot
 from reflogp.store.windows import TrainerSettings, check_truncation
 
 #: Maximum number of rows that a message lists.
@@ -213,8 +212,7 @@ def join(
         at = opened[reference].snapshot(snapshot)
     _say(reason)
     second = _versus(opened, versus, arguments, at, tokenizer)
-    tops = [table.snapshot() for table in opened.top_tables(reference, top_k)] if top_k else []
-    top = TopTokens(TopSnapshot(tops), top_k) if tops else None
+    top = TopTokens.find(opened, reference, top_k)
     folder = str(resolve_model(model, None))
     loaded = _tokenizer(folder, tokenizer)()
     find_vision = cache(_vision(folder, tokenizer))

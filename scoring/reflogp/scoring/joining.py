@@ -24,7 +24,7 @@ from reflogp.scoring.errors import DatasetError
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.score import NAMED_ROWS
 from reflogp.scoring.versus import Versus, log_ratios
-from reflogp.store import Snapshot, UsageError
+from reflogp.store import Reference, Snapshot, Store, UsageError
 from reflogp.store.files import write_atomically
 from reflogp.store.joins import ROW_COLUMN, UNUSABLE, Asked, answer, ask, tokens_column
 from reflogp.store.texts import counted, short_repr
@@ -164,6 +164,11 @@ class TopTokens:
 
     snapshot: TopSnapshot
     k: int
+
+    @classmethod
+    def find(cls, store: Store, reference: Reference | str, k: int) -> TopTokens | None:
+        """Return the tables that have the k most probable tokens, or None if k is 0; see Store.top_tables."""
+        return cls(TopSnapshot([table.snapshot() for table in store.top_tables(reference, k)]), k) if k else None
 
 
 @dataclass(frozen=True)
