@@ -81,8 +81,8 @@ class Ours:
 
     name = "reflogp"
 
-    def __init__(self, model: Path, device: str) -> None:
-        self.engine = TorchEngine(str(model), "bfloat16", device)
+    def __init__(self, model: Path, device: str, top_k: int = 0) -> None:
+        self.engine = TorchEngine(str(model), "bfloat16", device, top_k=top_k)
         self._device = device
         self._flops = Qwen2Flops(AutoConfig.from_pretrained(model))
 
@@ -178,13 +178,13 @@ class Trl:
 
 
 class Padded:
-    """A hand-written loop: padded batches of 8 sequences, logits, log_softmax, gather."""
+    """A hand-written loop: padded batches, by default of 8 sequences, logits, log_softmax, gather; and topk if asked for."""
 
     name = "transformers, padded, batch 8"
 
-    def __init__(self, model: Path, device: str, batch: int = 8) -> None:
+    def __init__(self, model: Path, device: str, batch: int = 8, top_k: int = 0) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(device).eval()
-        self._device, self._batch = device, batch
+        self._device, self._batch, self._top_k = device, batch, top_k
 
     @torch.inference_mode()
     def seconds(self, pairs: Pairs) -> float:
@@ -195,6 +195,9 @@ class Padded:
             ids = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True).to(self._device)
             mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(b) for b in batch], batch_first=True).to(self._device)
             logits = self._model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
-            logps = torch.log_softmax(logits.float(), -1).gather(2, ids[:, 1:, None])[..., 0]
-            (logps * mask[:, 1:]).sum(1).cpu()
+            logps = torch.log_softmax(logits.float(), -1)
+            (logps.gather(2, ids[:, 1:, None])[..., 0] * mask[:, 1:]).sum(1).cpu()
+            if self._top_k:
+                best = torch.topk(logps, self._top_k)
+                best.values.cpu(), best.indices.cpu()
         return synchronized(self._device) - start

@@ -23,11 +23,9 @@ import torch
 from machine import cpu_and_cores, write_results
 from pairs import Pairs, drawn_pairs
 from shapes import SHAPES
-from sides import VOCABULARY, make_model, make_tokenizer, quiet, read_pairs, synchronized, tokenize
-from transformers import AutoModelForCausalLM
+from sides import VOCABULARY, Ours, Padded, make_model, make_tokenizer, quiet, read_pairs, tokenize
 from vllm_process import Vllm
 
-from reflogp.scoring.torch_engine import TorchEngine
 from reflogp.store import Store, describe_reference, sequence_keys
 from reflogp.store.schema import shard_table
 from scoring import SHIPPED
@@ -69,49 +67,13 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-class Plain:
-    """Plain transformers: padded batches, log_softmax, gather, torch.topk."""
-
-    def __init__(self, model: Path, device: str, batch: int, k: int) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(device).eval()
-        self._device, self._batch, self._k = device, batch, k
-
-    @torch.inference_mode()
-    def seconds(self, pairs: Pairs) -> float:
-        sequences = pairs.sequences()
-        start = synchronized(self._device)
-        for first in range(0, len(sequences), self._batch):
-            batch = [torch.tensor([*s.prompt_ids, *s.completion_ids]) for s in sequences[first : first + self._batch]]
-            ids = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True).to(self._device)
-            mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(one) for one in batch], batch_first=True).to(self._device)
-            logits = self._model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
-            logps = torch.log_softmax(logits.float(), -1)
-            logps.gather(2, ids[:, 1:, None])[..., 0].cpu()
-            if self._k:
-                best = torch.topk(logps, self._k)
-                best.values.cpu(), best.indices.cpu()
-        return synchronized(self._device) - start
-
-
-class Ours:
-    def __init__(self, model: Path, device: str, k: int) -> None:
-        self._engine, self._device = TorchEngine(str(model), "bfloat16", device, top_k=k), device
-
-    def seconds(self, pairs: Pairs) -> float:
-        start = synchronized(self._device)
-        self._engine.score(pairs.sequences())
-        return synchronized(self._device) - start
-
-    def close(self) -> None:
-        self._engine.close()
-
-
 def speeds(model: Path, device: str, pairs: Pairs, k: int, rounds: int) -> dict[str, Any]:
     """Return each side's median rate; the sides alternate, but for vLLM, whose process runs alone."""
     sample = pairs.spread(max(8, len(pairs.rows) // 4))
     warm = drawn_pairs(500, VOCABULARY)
-    with closing(Ours(model, device, k)) as ours:
-        plain = {batch: Plain(model, device, batch, k) for batch in _BATCHES}
+    ours = Ours(model, device, k)
+    with closing(ours.engine):
+        plain = {batch: Padded(model, device, batch, k) for batch in _BATCHES}
         for side in (ours, *plain.values()):
             side.seconds(warm)
         rates: dict[str, list[float]] = {"reflogp": [], **{f"transformers, batch {batch}": [] for batch in _BATCHES}}
