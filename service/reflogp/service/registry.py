@@ -108,7 +108,7 @@ class ReferenceRegistry:
         }
         self._models = dict(settings.references)
         self._tables: dict[tuple[str, int], LogprobTable] = {}  # by id or name of the reference, and top_k
-        self._locks: dict[str, Lock] = {}
+        self._locks: dict[tuple[str, int], Lock] = {}
         #: Threads for all calls that read the store.
         self.threads = Threads("the store", _THREADS, _SECONDS)
         #: Why the store could not be read when it was last checked, "" if it could, or None before the first check.
@@ -258,9 +258,8 @@ class ReferenceRegistry:
         longer be read, and StoreUnavailableError if the table cannot be read.
         """
         table = self.table(name_or_id, top_k)
-        with self._locks.setdefault(
-            f"{table.reference.reference_id} {table.top_k}", Lock()
-        ):  # threads would each load the same index
+        key = table.reference.reference_id, table.top_k
+        with self._locks.setdefault(key, Lock()):  # threads would each load the same index
             snapshot = table.snapshot(number)
             snapshot.stored_lengths(_NO_KEYS)
             return snapshot

@@ -26,13 +26,10 @@ FORMATS = get_args(Format)
 #: (token ids of the prompt, (token ids of each completion, …)).
 Tokens = tuple[list[int], tuple[list[int], ...]]
 
-#: Columns, apart from those with images, that determine the token ids of a pair or a KTO row.
-TEXT_COLUMNS = (
-    *("prompt", "chosen", "rejected", "completion", "tools", "chat_template_kwargs"),
-    *("messages", "conversations", "text"),
-)
 #: Columns that are a whole sequence for supervised fine-tuning (TRL's SFTTrainer), in the order in which they are looked for.
 _WHOLE = ("messages", "conversations", "text")
+#: Columns, apart from those with images, that determine a row's token ids, if these are not in the row.
+TEXT_COLUMNS = ("prompt", "chosen", "rejected", "completion", "tools", "chat_template_kwargs", *_WHOLE)
 #: Parameters of apply_chat_template that only pass data to the template. A row's chat_template_kwargs may set them.
 _DATA_PARAMETERS = frozenset({"tools", "documents"})
 #: A conversation that was written into one cell, as JSON or in Python's notation (which pandas writes into CSV files).
