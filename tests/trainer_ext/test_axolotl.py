@@ -1,4 +1,7 @@
-"""Real axolotl on a CPU: the same training with a reference model and with stored values, on one and two processes."""
+"""Real axolotl on a CPU: the same training with a reference model and with stored values, on one and two processes.
+
+Its distillation plugin trains on an export, beside the values of a live teacher.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.conftest import save_llama, write_rows
 from tests.trainer_ext import framework_runs as frameworks
@@ -180,3 +187,32 @@ def test_the_command_of_the_docs_reads_the_plugin(train, settings, environment, 
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert record(tmp_path / "out")["step_zero"]["sequences"] == 8
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_distillation_on_an_export_is_that_on_a_live_teachers_values(dtype, train, tokenizer, pair_rows, tmp_path):
+    """The plugin axolotl.integrations.kd, on both datasets; one comes from plain forwards and torch.topk."""
+    k, count = 8, 40
+    teacher = save_llama(tmp_path / "teacher", tokenizer, **{**SIZE, "hidden_size": 64})
+    chats = [{"messages": [*row["prompt"], row["chosen"][-1]]} for row in frameworks.short_rows(pair_rows)[:count]]
+    file, store = write_rows(tmp_path / "chats.jsonl", chats), tmp_path / "logps"
+    common = [str(teacher), str(file), "--store", str(store), "--dtype", "float32", "--top-k", str(k)]
+    frameworks.run_command(["score", *common])
+    frameworks.run_command(["join", *common, "-o", str(tmp_path / "joined.parquet")])
+    stored = ["-o", str(tmp_path / "stored.parquet")]
+    frameworks.run_command(["export", str(tmp_path / "joined.parquet"), "--as", "axolotl-kd", *stored])
+    model, live = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32).eval(), []
+    for chat in chats:
+        ids = tokenizer.apply_chat_template(chat["messages"], tokenize=True, return_dict=True)["input_ids"]
+        with torch.inference_mode():
+            best = torch.topk(torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1], -1), k)
+        live.append({**chat, "logprobs": best.values.tolist(), "target_token_ids": best.indices.tolist()})
+    pq.write_table(pa.Table.from_pylist(live), tmp_path / "live.parquet")
+    options = {"plugins": ["axolotl.integrations.kd.KDPlugin"], "kd_trainer": True, "kd_alpha": 0.9, "kd_ce_alpha": 0.1}
+    options |= {"kd_temperature": 1.0, "rl": None, "remove_unused_columns": False, "bf16": dtype == "bfloat16"}
+    form = {"ds_type": "parquet", "split": "train", "type": "axolotl.integrations.kd.chat_template"}
+    for name in ("live", "stored"):
+        dataset = {"path": tmp_path / f"{name}.parquet", **form, "logprobs_field": "logprobs", "temperature": 1.0}
+        train(tmp_path / name, {**options, "datasets": [dataset]})
+    logged = (losses(tmp_path / name / "out" / f"checkpoint-{STEPS}") for name in ("live", "stored"))
+    frameworks.check_equal(*logged, STEPS, 1e-3)  # the stored log-probs have the precision of float16
