@@ -30,7 +30,6 @@ import yaml
 from packaging.requirements import Requirement
 
 from reflogp.cli import main
-from reflogp.cli.export import AXOLOTL_COLUMNS
 from reflogp.cli.main import app
 from reflogp.scoring.data.shape import detect_format, examples_of, output_columns, token_row
 from reflogp.service.settings import ServerSettings, read_settings
@@ -279,7 +278,7 @@ def parse_yaml(block: Block) -> None:
         return
     [plugin] = settings["plugins"]
     if plugin == "axolotl.integrations.kd.KDPlugin":  # axolotl's own: it reads a column that the export writes
-        assert settings["datasets"][0]["logprobs_field"] in AXOLOTL_COLUMNS
+        assert settings["datasets"][0]["logprobs_field"] == "logprobs"
         return
     module, _, name = plugin.rpartition(".")
     file = _source(REPOSITORY / "trainer_ext" / module.replace(".", "/"))

@@ -1,7 +1,6 @@
 """`reflogp export`: write joined values in the file formats of training stacks, which run no other model where they have them.
 
-axolotl-kd: a dataset of the type axolotl.integrations.kd.chat_template (src/axolotl/integrations/kd/chat_template.py): Parquet
-rows with the lists `logprobs` and `target_token_ids`, which describe the last tokens of the chat.
+axolotl-kd, distillkit: see teacher_exports.py.
 
 open-instruct: the format is defined in allenai/open-instruct, by TensorCache in open_instruct/model_utils.py and by
 build_reference_logprobs_cache in dpo_utils.py. It is a .pt file with the float32 tensors "chosen_logps" and "rejected_logps",
@@ -21,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import typer
 
-from reflogp.cli import options
+from reflogp.cli import options, teacher_exports
 from reflogp.cli.console import EXIT_MISSES, err, needs, print_json, print_result
 from reflogp.store import UsageError
 from reflogp.store.files import write_atomically
@@ -30,9 +29,6 @@ from reflogp.store.texts import counted
 
 #: The value that compute_reference_cache_hash in dpo_utils.py returns: the first 16 hex digits of a sha256.
 _HASH = re.compile(r"[0-9a-f]{16}")
-#: Column of axolotl's dataset -> column of a joined file.
-AXOLOTL_COLUMNS = {"logprobs": "ref_top_logps", "target_token_ids": "ref_top_ids"}
-_ROWS_AT_ONCE = 1024
 _SETTINGS = ("ld_alpha", "max_length", "truncation_mode", "reference_id", "reference_dtype", "snapshot")
 _LOGPS = tuple(PAIR_COLUMNS.values())
 _TOKENS = tuple(map(tokens_column, _LOGPS))
@@ -43,14 +39,16 @@ _NAMED_ROWS, _LISTED_ROWS = 10, 100
 def export(
     joined: Annotated[Path, typer.Argument(help="File written by `reflogp join` or `reflogp jobs result`.", metavar="JOINED")],
     stack: Annotated[
-        Literal["axolotl-kd", "open-instruct"], typer.Option("--as", help="The training stack that will read the output.")
+        Literal["axolotl-kd", "distillkit", "open-instruct"],
+        typer.Option("--as", help="The training stack that will read the output."),
     ],
     output: Annotated[
         Path,
         typer.Option(
             "--output",
             "-o",
-            help="axolotl-kd: Parquet file to write. open-instruct: its cache folder, $REFERENCE_LOGPROBS_CACHE_PATH.",
+            help="axolotl-kd: Parquet file to write. distillkit: folder to write. open-instruct: its cache folder, "
+            "$REFERENCE_LOGPROBS_CACHE_PATH.",
         ),
     ],
     cache_hash: Annotated[
@@ -74,6 +72,9 @@ def export(
 
     axolotl-kd: joined conversations with the most probable tokens of each position (`reflogp join --top-k`).
 
+    distillkit: the same of conversations and texts, as DistillKit's own capture writes them: data_0.parquet, and the settings
+    of its compression, which the training run must repeat, in compression_config.yaml.
+
     open-instruct: each value belongs to an exact sequence of tokens, but open-instruct does not check whether a row's value was
     computed for its tokens. Therefore, let open-instruct tokenize the pairs, and score and join a dataset of these token ids
     (prompt_ids, chosen_ids, rejected_ids), with its rows in the order of open-instruct's dataset. If some rows have no values,
@@ -81,12 +82,14 @@ def export(
 
     Example: reflogp export joined.parquet --as axolotl-kd -o kd.parquet
 
+    Example: reflogp export joined.parquet --as distillkit -o ./kd
+
     Example: reflogp export joined.parquet --as open-instruct -o ./caches --hash 3f0c9d2b81a4e567 --loss-type dpo_norm
     """
-    if stack == "axolotl-kd":
+    if stack != "open-instruct":
         if cache_hash is not None or loss_type is not None:
             raise UsageError("--hash and --loss-type are options of --as open-instruct")
-        result = _write_axolotl(joined, output)
+        result = teacher_exports.WRITERS[stack](joined, output)
         print_result(result, as_json, f"{counted(result['written'], 'row')} written for {stack}: {output}")
         return
     if cache_hash is None or loss_type is None:
@@ -117,41 +120,6 @@ def export(
     origin = {name: settings[name] for name in ("reference_id", "reference_dtype", "snapshot")}
     result = {"stack": stack, "rows": expected, "written": expected, "missing": 0, "files": [str(file)], **origin}
     print_result(result, as_json, f"{counted(expected, 'pair')} written for {stack}: {file}")
-
-
-def _write_axolotl(joined: Path, output: Path) -> dict[str, Any]:
-    """Write the rows of a joined file with most probable tokens as a dataset for axolotl's distillation."""
-    if output.suffix != ".parquet":
-        raise UsageError(f"the output {output} is written as a Parquet file, so its name must end in .parquet")
-    try:
-        opened = pq.ParquetFile(joined)
-        names = opened.schema_arrow.names
-        found = json.loads(opened.metadata.metadata[b"reflogp"])
-    except (pa.ArrowException, OSError, TypeError, KeyError, ValueError) as error:
-        raise UsageError(f"{joined} cannot be read as output of `reflogp join`: {error!r}") from error
-    kept = [name for name in ("messages", "conversations", "tools") if name in names]
-    if found["max_length"] is not None and found["truncation_mode"] == "keep_start":
-        raise UsageError(
-            f"{joined} was joined with max_length {found['max_length']}, but axolotl aligns the values with the end of each "
-            "chat: run `reflogp join` again without --max-length"
-        )
-    if not set(AXOLOTL_COLUMNS.values()) <= set(names) or not {"messages", "conversations"} & set(kept):
-        raise UsageError(
-            f"{joined} has no conversations with the most probable tokens of each position: score and join rows with a column "
-            "`messages`, both with --top-k"
-        )
-    written = 0
-    with write_atomically(output) as partial, partial.open("wb") as file:
-        writer: pq.ParquetWriter | None = None
-        for batch in opened.iter_batches(_ROWS_AT_ONCE, columns=[*kept, *AXOLOTL_COLUMNS.values()]):
-            table = pa.table(batch).select([*kept, *AXOLOTL_COLUMNS.values()]).rename_columns([*kept, *AXOLOTL_COLUMNS])
-            writer = writer or pq.ParquetWriter(file, table.schema, compression="zstd")
-            writer.write_table(table)
-            written += len(table)
-        if writer is not None:
-            writer.close()
-    origin = {name: found[name] for name in ("reference_id", "reference_dtype", "snapshot", "top_k")}
-    return {"stack": "axolotl-kd", "rows": written, "written": written, "files": [str(output)], **origin}
 
 
 def _read(file: Path) -> tuple[pa.Table, dict[str, Any], int]:

@@ -26,7 +26,7 @@ from reflogp.scoring.runs.score import NAMED_ROWS
 from reflogp.scoring.versus import Versus, log_ratios
 from reflogp.store import Reference, Snapshot, Store, UsageError
 from reflogp.store.files import write_atomically
-from reflogp.store.joins import ROW_COLUMN, UNUSABLE, Asked, answer, ask, tokens_column
+from reflogp.store.joins import INPUT_IDS_COLUMN, ROW_COLUMN, UNUSABLE, Asked, answer, ask, tokens_column
 from reflogp.store.texts import counted, short_repr
 from reflogp.store.top import TopFound, TopSnapshot
 from reflogp.store.windows import TrainerSettings
@@ -110,7 +110,8 @@ def join_dataset(
         With `versus`, versus_chosen_logps and versus_rejected_logps (for KTO, versus_logps): the second model's sums; and the
             columns of `log_ratios`. All are float32, in nats.
         With `top`, ref_chosen_top_ids and ref_chosen_top_logps, and the same of rejected (for KTO and whole sequences,
-            ref_top_ids and ref_top_logps): lists of the k most probable tokens at each position of the completion.
+            ref_top_ids and ref_top_logps): lists of the k most probable tokens at each position of the completion. Rows with
+            one sequence also have ref_input_ids, all its token ids (before truncation), int32.
 
     Two entries are added to the Parquet metadata, both JSON. `reflogp` contains the store, reference, snapshot and settings.
     `reflogp.coverage` contains the coverage and the numbers of rows that were read and written.
@@ -238,7 +239,7 @@ def joined_windows(
             added = {name.replace("ref_", "versus_"): logps for name, logps in other.logps.items()} | log_ratios(join, other)
             columns |= {name: pa.array(values[kept], pa.float32()) for name, values in added.items()}
         if top is not None and tops is not None:
-            columns |= _top_columns(asked, tops, top.k, kept)
+            columns |= _top_columns(window.table, asked, tops, top.k, kept)
         columns[ROW_COLUMN] = pa.array(numbers[kept], pa.int64())
         summary.written += len(kept)
         yield JoinedWindow([window.rows[i] for i in kept], pa.table(columns))
@@ -253,7 +254,7 @@ def _lacking(asked: Asked, tops: TopFound) -> npt.NDArray[np.bool_]:
     return lacking
 
 
-def _top_columns(asked: Asked, tops: TopFound, k: int, kept: npt.NDArray[np.int64]) -> dict[str, pa.Array]:
+def _top_columns(table: pa.Table, asked: Asked, tops: TopFound, k: int, kept: npt.NDArray[np.int64]) -> dict[str, pa.Array]:
     columns: dict[str, pa.Array] = {}
     for side, (name, reference) in enumerate(asked.columns.items()):
         found = tops.top(k, side * len(asked.dropped) + kept)
@@ -264,6 +265,10 @@ def _top_columns(asked: Asked, tops: TopFound, k: int, kept: npt.NDArray[np.int6
                 for of_row, length in zip(found, needed, strict=True)
             ]
             columns[reference.replace("_logps", f"_top_{kind}")] = _nested(lists, k)
+    if "completion_ids" in asked.columns:
+        prompts, completions = (table[name].take(pa.array(kept)).to_pylist() for name in ("prompt_ids", "completion_ids"))
+        ids = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
+        columns[INPUT_IDS_COLUMN] = pa.array(ids, pa.list_(pa.int32()))
     return columns
 
 

@@ -27,6 +27,8 @@ KTO_COLUMNS = {"completion_ids": "ref_logps", "KL_completion_ids": "ref_KL_logps
 #: Name of the column that contains, in a joined file, each row's index in the dataset (starting at 0). Some indices do not
 #: occur, because rows without values are omitted.
 ROW_COLUMN = "ref_row"
+#: Name of the column that contains, in a joined file with most probable tokens, all token ids of a row with one sequence.
+INPUT_IDS_COLUMN = "ref_input_ids"
 #: The problem that is reported for a row whose stored values are unusable (see `Join`).
 UNUSABLE = "the row's stored values cannot be read; run `reflogp store verify`"
 
