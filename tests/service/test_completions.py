@@ -59,7 +59,7 @@ def hits_of(service, prompts, k) -> int:
 
 
 def require_right(found, ids, plain, k, tolerance) -> None:
-    """`prompt_logprobs` as vLLM gives them: the k most probable tokens and the prompt's own, with their ranks."""
+    """`prompt_logprobs` as vLLM gives them: the prompt's own token, then the k most probable ones, with their ranks."""
     assert found[0] is None and len(found) == len(ids)
     for entries, token, row in zip(found[1:], ids[1:], plain(ids) if len(ids) > 1 else (), strict=True):
         best = torch.topk(row, k).indices.tolist()
@@ -67,9 +67,10 @@ def require_right(found, ids, plain, k, tolerance) -> None:
             assert entries[str(token)]["rank"] is None
         else:
             assert sorted(entries, key=lambda top: entries[top]["rank"])[:k] == list(map(str, best))
-        assert set(entries) == {*map(str, best), str(token)}
+        assert list(entries) == list(dict.fromkeys(map(str, (token, *best))))  # inspect_ai takes the first for the prompt's own
         for top, entry in entries.items():
             assert entry["logprob"] == pytest.approx(float(row[int(top)]), rel=tolerance, abs=1e-4)
+            assert entry["decoded_token"] == f"token_id:{top}"
 
 
 @pytest.mark.parametrize("k", [0, 1, K])

@@ -246,12 +246,16 @@ def _choice(asked: CompletionRequest, ids: list[int], positions: list[list[_Entr
     """Return the fields of a choice that have log-probs. `positions` has the entries of each token of `ids` but the first."""
 
     def chosen(entries: list[_Entry], token: int, k: int) -> list[_Entry]:
-        return [entry for entry in entries if entry[0] == token or (entry[2] or 1) <= k]
+        """Return the entries that were asked for. As in vLLM, the prompt's own token is first, and clients rely on it."""
+        return sorted((of for of in entries if of[0] == token or (of[2] or 1) <= k), key=lambda of: of[0] != token)
 
     found: dict[str, Any] = {"logprobs": None, "prompt_logprobs": None}
     if (k := asked.prompt_logprobs) is not None:
         found["prompt_logprobs"] = [None] + [
-            {str(top): {"logprob": logp, "rank": rank, "decoded_token": None} for top, logp, rank in chosen(entries, token, k)}
+            {
+                str(top): {"logprob": logp, "rank": rank, "decoded_token": f"token_id:{top}"}
+                for top, logp, rank in chosen(entries, token, k)
+            }
             for token, entries in zip(ids[1:], positions, strict=True)
         ]
     if asked.echo and (k := asked.logprobs) is not None:
