@@ -124,11 +124,21 @@ def test_the_build_fails_for_what_says_nothing_about_itself(add, hook, monkeypat
     assert said in caplog.text
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SECURITY.md"])
+OWN_PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", *(f"{folder}/README.md" for folder in PACKAGES)]
+
+
+@pytest.mark.parametrize("page", OWN_PAGES)
 def test_links_of_the_repositorys_own_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", (REPOSITORY / page).read_text(encoding="utf-8")):
         if not re.match(r"https?://", target):
-            assert (REPOSITORY / target.partition("#")[0]).exists(), f"{page} links to {target}"
+            assert (REPOSITORY / page).parent.joinpath(target.partition("#")[0]).exists(), f"{page} links to {target}"
+
+
+@pytest.mark.parametrize("folder", PACKAGES)
+def test_a_part_has_the_modules_that_its_readme_names(folder):
+    modules = {file.name for file in (REPOSITORY / folder).rglob("*") if file.is_file()}
+    named = re.findall(r"`(?:\w+/)*(\w+\.py)`", (REPOSITORY / folder / "README.md").read_text(encoding="utf-8"))
+    assert named and not set(named) - modules
 
 
 def test_every_message_of_the_troubleshooting_page_is_the_codes_own():
