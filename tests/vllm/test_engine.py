@@ -22,7 +22,7 @@ from tests.vllm.conftest import VLLM_PYTHON, load
 
 pytestmark = pytest.mark.vllm
 
-#: Pairs that are made to hit the guard; the figure of docs/engines.md is of 10,000.
+#: Pairs that are made to hit the guard.
 RANDOM_PAIRS = int(os.environ.get("REFLOGP_VLLM_PAIRS", "1000"))
 
 
