@@ -90,7 +90,6 @@ def test_small_shards_are_merged_by_the_writer_that_has_too_many(table):
 
 def test_small_shards_stay_few_and_large_ones_are_left_alone(table, monkeypatch):
     monkeypatch.setattr(maintenance, "SMALL_BYTES", 20_000)
-    monkeypatch.setattr("reflogp.store.table.SMALL_BYTES", 20_000)
     for i in range(30):
         table.append(some_rows(1000 * i, 300, values=10, seed=i)[1])
         table.compact_if_many(allowed=4)

@@ -9,16 +9,14 @@ lost. If it failed, a vacuum deletes the file.
 
 from __future__ import annotations
 
-import functools
 import json
 import random
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, TypeVar, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -32,8 +30,6 @@ from reflogp.store.reference import Reference, check_format
 from reflogp.store.schema import FORMAT, schema_of
 from reflogp.store.shard import Shard, write_shard
 from reflogp.store.texts import short_repr
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 #: Maximum number of seconds to retry a commit while other writers keep committing first.
 _PATIENCE = 900.0
@@ -58,32 +54,11 @@ class Written:
     time: int
 
 
-def in_turn(method: F) -> F:
-    """Make a TableLog method wait while another thread runs a method with this decorator on the same table."""
-
-    @functools.wraps(method)
-    def waiting(table: TableLog, *args: Any, **keywords: Any) -> Any:
-        with table._turn:
-            return method(table, *args, **keywords)
-
-    return cast(F, waiting)
-
-
 class TableLog:
-    """The Delta log and the files of one reference model's table.
-
-    Args:
-        uri: folder or object store prefix of the Delta table.
-        reference: the reference model of the table.
-        options: delta-rs storage options.
+    """The Delta log and the files of one reference model's table; see `LogprobTable`.
 
     Attributes:
         top_k: number of most probable tokens that each position of the table's rows has, 0 in a table without them.
-
-    Raises:
-        ReferenceNotFoundError: there is no table yet.
-        DamagedStoreError: the Delta log cannot be read.
-        StoreUnavailableError: the storage cannot be reached.
     """
 
     def __init__(self, uri: str, reference: Reference, options: dict[str, str] | None = None) -> None:
@@ -118,17 +93,14 @@ class TableLog:
             if not DeltaTable.is_deltatable(uri, options):
                 raise StoreUnavailableError(f"the store {uri} cannot be created: {storage.sentence(error)}") from error
 
-    @in_turn
     def snapshot_number(self) -> int:
         """Return the number of the latest snapshot."""
-        self._refresh()
-        return int(self._delta.version())
+        return int(self.delta().version())
 
-    @in_turn
     def shards(self) -> list[Written]:
         """Return the shards of the latest snapshot, the oldest rows first. Only the Delta log is read."""
-        self._refresh()
-        return shards_of(self._delta)
+        with self._turn:
+            return shards_of(self.delta())
 
     def totals(self) -> tuple[int, int, int]:
         """Return the numbers of shards, rows and bytes in the latest snapshot. Only the Delta log is read."""
@@ -136,16 +108,14 @@ class TableLog:
         return len(shards), sum(shard.rows for shard in shards), sum(shard.size for shard in shards)
 
     def shard(self, path: str) -> Shard:
-        """Return an object that reads the shard at this path."""
         return Shard(self.filesystem, path, self.top_k)
 
-    @in_turn
     def delta(self) -> DeltaTable:
         """Return the DeltaTable at its latest version, for delta-rs operations."""
-        self._refresh()
-        return self._delta
+        with self._turn:
+            self._refresh()
+            return self._delta
 
-    @in_turn
     def replace(self, removed: Sequence[str], added: Sequence[Written]) -> bool:
         """Remove the `removed` shards from the table and add the `added` shards, in one commit.
 
@@ -154,7 +124,7 @@ class TableLog:
 
         Raises StoreUnavailableError if the commit cannot be written, and DamagedStoreError if the log is damaged.
         """
-        with storage.translate_errors(f"the store {self.uri} cannot be written"):
+        with self._turn, storage.translate_errors(f"the store {self.uri} cannot be written"):
             for _ in self._attempts():
                 if not set(removed) <= {shard.path for shard in shards_of(self._delta)}:
                     return False
@@ -172,9 +142,7 @@ class TableLog:
         return Written(path, data.size, len(rows), when or int(time.time() * 1000))
 
     def check_writable(self) -> None:
-        """Check that the store can be written to, by writing and deleting a small file.
-
-        Call this method before values are computed, because a failed write would lose them.
+        """Write and delete a small file, before values are computed that a failed write would lose.
 
         Raises StoreUnavailableError if the file cannot be written.
         """
@@ -208,12 +176,7 @@ class TableLog:
 
     def _refuse_empty_entries(self, delta: DeltaTable, since: int | None = None) -> None:
         """Raise DamagedStoreError if a log entry is empty, as after a power failure: delta-rs reads such an entry as a commit
-        without rows.
-
-        Args:
-            delta: the table at the version up to which to check.
-            since: number of the first entry to check; None for all entries after the last checkpoint.
-        """
+        without rows. The entries from number `since` on are checked (None: all entries after the last checkpoint)."""
         if since is None:
             sizes = storage.list_files(self.filesystem, _LOG_FOLDER)
             summed = max((path for path in sizes if ".checkpoint" in path), default="")
@@ -249,8 +212,7 @@ class TableLog:
     def _attempts(self) -> Iterator[None]:
         """Yield once for each attempt to commit, after loading the table's latest version.
 
-        An attempt fails if another writer commits after the load and before the attempt commits. To keep this interval short,
-        this method pauses before the load, not after it. After several failed attempts, the pauses become shorter.
+        An attempt fails if another writer commits after the load, so a pause precedes the load. Later pauses are shorter.
 
         Raises StoreUnavailableError after _PATIENCE seconds, or if an attempt failed although nobody else committed.
         """

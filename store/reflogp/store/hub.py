@@ -18,8 +18,7 @@ import pyarrow.parquet as pq
 
 from reflogp.store.digests import Progress
 from reflogp.store.errors import StoreUnavailableError, UsageError
-from reflogp.store.exchange import Imported, import_folder, top_k_of
-from reflogp.store.export import DATA_FILES, README_FILE, export_snapshot
+from reflogp.store.exchange import DATA_FILES, README_FILE, Imported, export, import_folder, top_k_of
 from reflogp.store.reference import REFERENCE_FILE, Reference
 from reflogp.store.snapshot import Snapshot
 from reflogp.store.storage import sentence
@@ -213,13 +212,13 @@ def push_table(
     elif others := sorted(names - {".gitattributes", README_FILE}):
         raise UsageError(f"{place} contains data that reflogp did not push, such as {others[0]}: push to another repository")
     with tempfile.TemporaryDirectory(prefix="reflogp-push-") as scratch:
-        export = Path(scratch) / "export"
-        rows, files = export_snapshot(table, snapshot, str(export), progress)
+        folder = Path(scratch) / "export"
+        rows, files = export(table, str(folder), snapshot.number, progress)
         with translated(place):
             done = api.upload_folder(
                 repo_id=place.repository,
                 repo_type="dataset",
-                folder_path=export,
+                folder_path=folder,
                 ignore_patterns=[README_FILE] if README_FILE in names else None,
                 delete_patterns=[DATA_FILES, "contents.json"],  # the latter of versions before 0.2
                 commit_message=f"{counted(rows, 'sequence')} of reference {table.reference.reference_id}",

@@ -1,6 +1,6 @@
 """Compact, vacuum and verify a table, and drop rows from it.
 
-The functions are methods of `LogprobTable`. Each change is a new snapshot; earlier snapshots can be read until a vacuum.
+The functions are the methods of `LogprobTable`. Each change is a new snapshot; earlier snapshots can be read until a vacuum.
 """
 
 from __future__ import annotations
@@ -8,23 +8,27 @@ from __future__ import annotations
 import json
 import random
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
 from reflogp.store.commands import repair_command
-from reflogp.store.commits import TableLog, Written
+from reflogp.store.commits import Written
 from reflogp.store.digests import Progress
-from reflogp.store.errors import DamagedStoreError, StoreUnavailableError, UsageError
+from reflogp.store.errors import DamagedStoreError, StoreError, StoreUnavailableError, UsageError
 from reflogp.store.index import Int64s
 from reflogp.store.schema import one_array
 from reflogp.store.shard import Shard, ShardDamageError
 from reflogp.store.snapshot import Snapshot
 from reflogp.store.storage import translate_errors
 from reflogp.store.texts import counted
+
+if TYPE_CHECKING:
+    from reflogp.store.table import LogprobTable
 
 #: Approximate size of a compacted shard in bytes. Compaction needs about six times as much memory.
 SHARD_BYTES = 128 << 20
@@ -78,8 +82,7 @@ class Dropped:
 
 
 def compact(
-    log: TableLog,
-    snapshot: Snapshot,
+    table: LogprobTable,
     *,
     only_small: bool = False,
     shard_bytes: int = SHARD_BYTES,
@@ -91,8 +94,7 @@ def compact(
     Each merge is one commit. Earlier snapshots can still be read, because replaced shards are kept until a vacuum.
 
     Args:
-        log: the table to compact.
-        snapshot: the table's latest snapshot.
+        table: the table to compact.
         only_small: if True, merge only shards smaller than 32 MiB, as scoring does automatically when a table has many of them.
             If False, merge all shards that have less than half of `shard_bytes`, and rewrite those with rows to drop.
         shard_bytes: approximate size of the new shards in bytes; 128 MiB by default.
@@ -105,25 +107,40 @@ def compact(
         DamagedStoreError: a shard is damaged.
         StoreUnavailableError: the store cannot be read or written to; no rows are lost.
     """
-    shards = log.shards()
-    live = snapshot.live_rows()
+    shards = table.shards()
+    live = table.snapshot().live_rows()
     small = SMALL_BYTES if only_small else shard_bytes // 2
     has_dead_rows = {path for path, rows in live.items() if rows is not None and not only_small}
     chosen = [shard for shard in shards if shard.path in live and (shard.size < small or shard.path in has_dead_rows)]
     groups = [group for group in _groups(chosen, shard_bytes) if len(group) > 1 or group[0].path in has_dead_rows]
     total, read, written, won = sum(shard.rows for group in groups for shard in group), 0, 0, True
-    with translate_errors(f"the store {log.uri} cannot be compacted"):
+    with translate_errors(f"the store {table.uri} cannot be compacted"):
         for group in groups:
-            parts = [_live(log.shard(shard.path), live[shard.path], log.uri) for shard in group]
+            parts = [_live(table.shard(shard.path), live[shard.path], table.uri) for shard in group]
             merged = pa.concat_tables(parts)
-            new = log.write(merged, max(shard.time for shard in group))
-            won = log.replace([shard.path for shard in group], [new])
+            new = table.write(merged, max(shard.time for shard in group))
+            won = table.replace([shard.path for shard in group], [new])
             if not won:
                 break
             read, written = read + sum(shard.rows for shard in group), written + len(merged)
             if progress:
                 progress(read, total)
-    return Compacted(len(shards), len(log.shards()), written, read - written, won, log.snapshot_number())
+    return Compacted(len(shards), len(table.shards()), written, read - written, won, table.snapshot_number())
+
+
+def compact_if_many(table: LogprobTable, allowed: int) -> Compacted | None:
+    """Merge the small shards if the table has more than `allowed` of them. Return None if nothing was merged.
+
+    If the compaction fails, a warning is issued instead of an error, because the rows that the caller appended are already
+    committed.
+    """
+    if sum(shard.size < SMALL_BYTES for shard in table.shards()) <= allowed:
+        return None
+    try:
+        return compact(table, only_small=True)
+    except StoreError as error:
+        warnings.warn(f"the appended rows are stored, but small shards were not compacted: {error}", stacklevel=2)
+        return None
 
 
 def _groups(shards: Sequence[Written], shard_bytes: int) -> Iterator[list[Written]]:
@@ -146,15 +163,15 @@ def _live(shard: Shard, rows: Int64s | None, uri: str) -> pa.Table:
     return table if rows is None else table.take(pa.array(rows))
 
 
-def merged_rows(log: TableLog, snapshot: Snapshot, file_bytes: int) -> Iterator[pa.Table]:
+def merged_rows(table: LogprobTable, snapshot: Snapshot, file_bytes: int) -> Iterator[pa.Table]:
     """Yield a snapshot's rows, one for each key, as tables that take about `file_bytes` in a file each."""
     live = snapshot.live_rows()
-    sizes = log.filesystem.get_file_info(list(live))
+    sizes = table.filesystem.get_file_info(list(live))
     shards = [
         Written(info.path, int(info.size or 0), snapshot.rows_of[path], 0) for path, info in zip(live, sizes, strict=True)
     ]
     for group in _groups(shards, file_bytes):
-        yield pa.concat_tables([_live(log.shard(shard.path), live[shard.path], log.uri) for shard in group])
+        yield pa.concat_tables([_live(table.shard(shard.path), live[shard.path], table.uri) for shard in group])
 
 
 def small_shards_allowed() -> int:
@@ -162,14 +179,16 @@ def small_shards_allowed() -> int:
     return SMALL_SHARDS + random.randrange(_SMALL_SHARDS_SPREAD)
 
 
-def vacuum(log: TableLog, retention_hours: int = RETENTION_HOURS, *, dry_run: bool = False, alone: bool = False) -> list[str]:
+def vacuum(
+    table: LogprobTable, retention_hours: int = RETENTION_HOURS, *, dry_run: bool = False, alone: bool = False
+) -> list[str]:
     """Delete replaced shards and uncommitted files after a retention period, and log entries after the log's own (30 days).
 
     Compaction leaves behind the shards that it replaced, and crashed writers leave behind uncommitted files. A snapshot can no
     longer be read after one of its shards is deleted.
 
     Args:
-        log: the table to vacuum.
+        table: the table to vacuum.
         retention_hours: how many hours to keep a shard after it was replaced, and an uncommitted file after it was written.
             This must be longer than the time for which any reader uses an old snapshot, and longer than the time between the
             write and the commit of any file.
@@ -190,8 +209,9 @@ def vacuum(log: TableLog, retention_hours: int = RETENTION_HOURS, *, dry_run: bo
             f"a retention of {retention_hours} hours is too short: use at least 1 hour, or 0 hours with --alone if no other "
             "process is using the store"
         )
-    with translate_errors(f"the store {log.uri} cannot be vacuumed"):
-        delta = log.delta()
+    table.forget_snapshots()
+    with translate_errors(f"the store {table.uri} cannot be vacuumed"):
+        delta = table.delta()
         ahead = delta.history(1)[0]["timestamp"] / 1000 - time.time()
         if ahead > 60:
             raise StoreUnavailableError(
@@ -204,11 +224,11 @@ def vacuum(log: TableLog, retention_hours: int = RETENTION_HOURS, *, dry_run: bo
         return deleted
 
 
-def verify(log: TableLog, progress: Progress | None = None) -> list[Damage]:
+def verify(table: LogprobTable, progress: Progress | None = None) -> list[Damage]:
     """Read every page and row of the shards in the latest snapshot.
 
     Args:
-        log: the table to verify.
+        table: the table to verify.
         progress: called with (shards read, total shards).
 
     Returns:
@@ -216,10 +236,10 @@ def verify(log: TableLog, progress: Progress | None = None) -> list[Damage]:
 
     Raises StoreUnavailableError if the store cannot be read.
     """
-    shards, damages = log.shards(), []
+    shards, damages = table.shards(), []
     for done, shard in enumerate(shards, 1):
-        with translate_errors(f"the store {log.uri} cannot be read"):
-            if problem := log.shard(shard.path).problem(shard.size, shard.rows):
+        with translate_errors(f"the store {table.uri} cannot be read"):
+            if problem := table.shard(shard.path).problem(shard.size, shard.rows):
                 damages.append(Damage(shard.path, problem, shard.rows))
         if progress:
             progress(done, len(shards))
@@ -227,7 +247,7 @@ def verify(log: TableLog, progress: Progress | None = None) -> list[Damage]:
 
 
 def drop(
-    log: TableLog,
+    table: LogprobTable,
     *,
     shards: Sequence[str] = (),
     provenance: Mapping[str, Any] | None = None,
@@ -239,7 +259,7 @@ def drop(
     vacuum. A row whose first values were copied from a row with the given provenance is removed too.
 
     Args:
-        log: the table.
+        table: the table.
         shards: paths of shards, as in the result of `verify`.
         provenance: entries of the rows' provenance, such as {"engine": "broken"}.
         progress: called with (shards read, total shards).
@@ -252,32 +272,32 @@ def drop(
     if bool(shards) == (provenance is not None):
         raise UsageError("pass either the shards or the provenance of the rows to drop")
     while True:
-        known = {shard.path: shard for shard in log.shards()}
+        known = {shard.path: shard for shard in table.shards()}
         if unknown := sorted(set(shards) - known.keys()):
-            raise UsageError(f"the table {log.uri} has no shard {unknown[0]}")
+            raise UsageError(f"the table {table.uri} has no shard {unknown[0]}")
         removed, added, rows = list(shards), [], sum(known[path].rows for path in shards)
-        with translate_errors(f"the store {log.uri} cannot be written"):
+        with translate_errors(f"the store {table.uri} cannot be written"):
             for done, shard in enumerate(known.values() if provenance is not None else (), 1):
-                kept, count = _without_provenance(log.shard(shard.path), provenance or {}, log.uri)
+                kept, count = _without_provenance(table.shard(shard.path), provenance or {}, table.uri)
                 if count:
                     removed.append(shard.path)
-                    added += [log.write(kept, shard.time)] if len(kept) else []
+                    added += [table.write(kept, shard.time)] if len(kept) else []
                     rows += count
                 if progress:
                     progress(done, len(known))
-            if not removed or log.replace(removed, added):
-                return Dropped(rows, log.snapshot_number())
-            if shards and not set(shards) & {shard.path for shard in log.shards()}:  # another process has dropped them
-                return Dropped(0, log.snapshot_number())
+            if not removed or table.replace(removed, added):
+                return Dropped(rows, table.snapshot_number())
+            if shards and not set(shards) & {shard.path for shard in table.shards()}:  # another process has dropped them
+                return Dropped(0, table.snapshot_number())
 
 
 def _without_provenance(shard: Shard, entries: Mapping[str, Any], uri: str) -> tuple[pa.Table, int]:
     """Return a shard's rows without those whose provenance has the given entries, and the number of the latter."""
-    table = _live(shard, None, uri)
-    texts = one_array(table["provenance"]).dictionary_encode()
+    rows = _live(shard, None, uri)
+    texts = one_array(rows["provenance"]).dictionary_encode()
     matching = np.array([_has(json.loads(text), entries) for text in texts.dictionary.to_pylist()], bool)
     gone = matching[texts.indices.to_numpy()]
-    return table.filter(pa.array(~gone)), int(gone.sum())
+    return rows.filter(pa.array(~gone)), int(gone.sum())
 
 
 def _has(provenance: dict[str, Any] | None, entries: Mapping[str, Any]) -> bool:

@@ -7,9 +7,6 @@ are committed first for a key are therefore kept, and never change.
 from __future__ import annotations
 
 import json
-import warnings
-from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +16,11 @@ import pyarrow as pa
 from deltalake import DeltaTable
 
 from reflogp.store import maintenance, storage
-from reflogp.store.commits import TableLog, in_turn, shards_of
-from reflogp.store.digests import Progress
-from reflogp.store.errors import SnapshotNotFoundError, StoreError, UsageError
-from reflogp.store.export import export_snapshot
+from reflogp.store.commits import TableLog, shards_of
+from reflogp.store.errors import SnapshotNotFoundError, UsageError
+from reflogp.store.exchange import export
 from reflogp.store.index import each_key_once
 from reflogp.store.keys import TokenLists, keys_as_words, list_lengths, sequence_keys, token_lists
-from reflogp.store.maintenance import RETENTION_HOURS, SHARD_BYTES, SMALL_BYTES, Compacted, Damage, Dropped
 from reflogp.store.reference import Reference
 from reflogp.store.schema import TOP_COLUMNS, list_sums, one_array, problem_of_rows, shard_table
 from reflogp.store.snapshot import Snapshot
@@ -82,7 +77,7 @@ class LogprobTable(TableLog):
     def __init__(self, uri: str, reference: Reference, options: dict[str, str] | None = None) -> None:
         super().__init__(uri, reference, options)
         self._latest: Snapshot | None = None
-        self._pinned: OrderedDict[int, Snapshot] = OrderedDict()
+        self._pinned: dict[int | None, Snapshot] = {}
 
     def add(self, prompt_ids: TokenLists, completion_ids: TokenLists, token_logps: Any, provenance: dict[str, Any]) -> Appended:
         """Store the log-probs of n sequences, as `append` does.
@@ -128,7 +123,6 @@ class LogprobTable(TableLog):
         first = np.asarray(whole if lengths is None else lengths, np.int64)
         return self.snapshot().prefix_sums(sequence_keys(prompt_ids, completion_ids), first)
 
-    @in_turn
     def snapshot(self, number: int | None = None) -> Snapshot:
         """Return the latest snapshot, or the snapshot with the given number.
 
@@ -140,34 +134,36 @@ class LogprobTable(TableLog):
                 vacuum deleted some of its shards.
             StoreUnavailableError: the table cannot be read.
         """
-        if number is not None and number in self._pinned:
-            self._pinned.move_to_end(number)
+        with self._turn:
+            if number in self._pinned:
+                return self._pinned[number]
+            self._refresh()
+            latest = self._latest_snapshot()
+            if number is None or number == latest.number:
+                return latest
+            if not 0 <= number < latest.number:
+                raise SnapshotNotFoundError(
+                    f"reference {self.reference.reference_id} has no snapshot {number} (the latest snapshot is {latest.number})"
+                )
+            self._pinned[number] = self._earlier_snapshot(number, latest)
+            if len(self._pinned) > _PINNED:
+                self._pinned.pop(next(iter(self._pinned)))
             return self._pinned[number]
-        self._refresh()
-        latest = self._latest_snapshot()
-        if number in (None, latest.number):
-            return latest
-        there = f"the latest snapshot is {latest.number}"
-        if number is None or not 0 <= number < latest.number:
-            raise SnapshotNotFoundError(f"reference {self.reference.reference_id} has no snapshot {number} ({there})")
+
+    def _earlier_snapshot(self, number: int, latest: Snapshot) -> Snapshot:
+        of_reference = f"snapshot {number} of reference {self.reference.reference_id}"
         try:
             rows_of = {shard.path: shard.rows for shard in shards_of(DeltaTable(self.uri, number, self._options))}
-            gone = rows_of.keys() - {shard.path for shard in self.shards()} - storage.list_files(self.filesystem).keys()
+            gone = rows_of.keys() - latest.rows_of.keys() - storage.list_files(self.filesystem).keys()
         except storage.STORAGE_ERRORS as error:
-            raise SnapshotNotFoundError(
-                f"snapshot {number} of reference {self.reference.reference_id} cannot be read: {storage.sentence(error)}"
-            ) from error
+            raise SnapshotNotFoundError(f"{of_reference} cannot be read: {storage.sentence(error)}") from error
         if gone:
             raise SnapshotNotFoundError(
-                f"snapshot {number} of reference {self.reference.reference_id} was vacuumed: vacuum deleted {len(gone)} of its "
-                f"{counted(len(rows_of), 'shard')} ({there})"
+                f"{of_reference} was vacuumed: vacuum deleted {len(gone)} of its {counted(len(rows_of), 'shard')} (the latest "
+                f"snapshot is {latest.number})"
             )
-        self._pinned[number] = latest.advanced(number, rows_of, self.filesystem)
-        if len(self._pinned) > _PINNED:
-            self._pinned.popitem(last=False)
-        return self._pinned[number]
+        return latest.advanced(number, rows_of, self.filesystem)
 
-    @in_turn
     def append(self, rows: pa.Table) -> Appended:
         """Commit rows as one shard. Readers see either all of these rows or none.
 
@@ -191,7 +187,7 @@ class LogprobTable(TableLog):
         if problem := problem_of_rows(rows, self.top_k):
             raise UsageError(f"{problem}; nothing was stored")
         given, written = len(rows), None
-        with storage.translate_errors(f"the store {self.uri} cannot be written"):
+        with self._turn, storage.translate_errors(f"the store {self.uri} cannot be written"):
             for _ in self._attempts():
                 latest = self._latest_snapshot()
                 fresh = without_stored(rows, latest)
@@ -203,66 +199,16 @@ class LogprobTable(TableLog):
                     return Appended(latest.number + 1, len(rows), given - len(rows))
         raise AssertionError("unreachable: the last attempt to commit returns or raises an error")
 
-    def compact(
-        self, *, only_small: bool = False, shard_bytes: int = SHARD_BYTES, progress: Progress | None = None
-    ) -> Compacted:
-        """Merge small shards, and drop rows of which a longer row has the same key. See `maintenance.compact`."""
-        return maintenance.compact(self, self.snapshot(), only_small=only_small, shard_bytes=shard_bytes, progress=progress)
+    compact = maintenance.compact
+    compact_if_many = maintenance.compact_if_many
+    vacuum = maintenance.vacuum
+    verify = maintenance.verify
+    drop = maintenance.drop
+    export = export
 
-    def compact_if_many(self, allowed: int) -> Compacted | None:
-        """Merge the small shards if the table has more than `allowed` of them. Return None if nothing was merged.
-
-        If the compaction fails, a warning is issued instead of an error, because the rows that the caller appended are already
-        committed.
-        """
-        if sum(shard.size < SMALL_BYTES for shard in self.shards()) <= allowed:
-            return None
-        try:
-            return self.compact(only_small=True)
-        except StoreError as error:
-            warnings.warn(f"the appended rows are stored, but small shards were not compacted: {error}", stacklevel=2)
-            return None
-
-    def vacuum(self, retention_hours: int = RETENTION_HOURS, *, dry_run: bool = False, alone: bool = False) -> list[str]:
-        """Delete files that no recent snapshot needs. See `maintenance.vacuum`."""
+    def forget_snapshots(self) -> None:
+        """Forget the earlier snapshots whose index is in memory."""
         self._pinned.clear()
-        return maintenance.vacuum(self, retention_hours, dry_run=dry_run, alone=alone)
-
-    def verify(self, progress: Progress | None = None) -> list[Damage]:
-        """Read every page and row of the latest snapshot's shards, and return the damaged shards. See `maintenance.verify`."""
-        return maintenance.verify(self, progress)
-
-    def drop(
-        self,
-        *,
-        shards: Sequence[str] = (),
-        provenance: dict[str, Any] | None = None,
-        progress: Progress | None = None,
-    ) -> Dropped:
-        """Remove rows, in a new snapshot: those of the given shards, or those with the given provenance. See
-        `maintenance.drop`."""
-        return maintenance.drop(self, shards=shards, provenance=provenance, progress=progress)
-
-    def export(self, folder: str, number: int | None = None, progress: Progress | None = None) -> tuple[int, int]:
-        """Write a snapshot's rows to a folder as Parquet files, together with a README.md and a reference.json.
-
-        The folder can be read with `datasets.load_dataset(folder)`, its data files with any Parquet reader, and
-        `import_folder` adds it to a store.
-
-        Args:
-            folder: a local folder that does not exist yet or is empty. It contains no files until the export is complete.
-            number: number of the snapshot to export, or None for the latest.
-            progress: called with (rows written, total rows).
-
-        Returns:
-            The number of rows and the number of Parquet files.
-
-        Raises:
-            UsageError: the folder is not empty, or cannot be written to.
-            DamagedStoreError: a shard is damaged or missing.
-            StoreUnavailableError: the store cannot be read.
-        """
-        return export_snapshot(self, self.snapshot(number), folder, progress)
 
     def _latest_snapshot(self) -> Snapshot:
         number, latest = int(self._delta.version()), self._latest
