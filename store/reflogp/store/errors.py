@@ -1,20 +1,4 @@
-"""The exception classes of the store.
-
-ReflogpError                    base class of every error that reflogp raises deliberately; the CLI shows no traceback for it
-├── UsageError                  an argument is invalid: a path, a name, a column, an option
-│   └── StoreNotFoundError      there is no store at a URI
-└── StoreError                  something is wrong with the store, a checkpoint or another file that reflogp reads
-    ├── StoreFormatError        the store was written by a newer version of reflogp
-    ├── StoreUnavailableError   the store or the Hugging Face Hub cannot be reached, read or written to
-    ├── DamagedStoreError       a part of the store that the call needs is damaged
-    ├── ReferenceNotFoundError  the store has no values for the requested reference model
-    ├── SnapshotNotFoundError   the table has no snapshot with the requested number, or the snapshot can no longer be read
-    ├── CheckpointError         weights are missing, or a file of a model is damaged or in a format that is not accepted
-    └── FileChangedError        a file was replaced or written to while it was being read
-        └── ContentMismatchError   the file's content does not match the expected id or digest
-
-StoreDamageWarning (a UserWarning): a reference.json is damaged, so its reference is not listed.
-"""
+"""The exception classes of the store."""
 
 
 class ReflogpError(Exception):

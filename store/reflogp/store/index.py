@@ -26,12 +26,11 @@ Words = npt.NDArray[np.uint64]
 class Places:
     """The results of looking up n keys: where each key's row is stored, and the number and sum of the row's values.
 
-    All arrays have shape (n,).
-
     Attributes:
-        length: number of stored values, int32, or MISS if the key was not found.
-        total: sum of the values, float64, or NaN if the key was not found.
-        file, row: index of the shard, and index of the row in the shard, int32; 0 if the key was not found.
+        length: number of stored values, int32 (n,), or MISS if the key was not found.
+        total: sum of the values, float64 (n,), or NaN if the key was not found.
+        file, row: index of the shard, and index of the row in the shard, int32 (n,); 0 if the key was not found.
+
     """
 
     length: npt.NDArray[np.int32]
@@ -41,28 +40,21 @@ class Places:
 
     @classmethod
     def none(cls, count: int) -> Places:
-        """Return the results for `count` keys, none of which was found."""
         zeros = np.zeros(count, np.int32)
         return cls(np.full(count, MISS, np.int32), np.full(count, np.nan), zeros, zeros.copy())
 
     @classmethod
     def joined(cls, parts: list[Places]) -> Places:
-        """Concatenate the results for consecutive slices of the keys."""
         if len(parts) == 1:
             return parts[0]
         return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
     def take(self, order: Int64s | slice) -> Places:
-        """Return the results at the indices `order`, in that order."""
         return Places(self.length[order], self.total[order], self.file[order], self.row[order])
 
     def improve(self, layer: Layer, hi: Words, lo: Words) -> None:
-        """Look up keys in one more layer. If the layer's row for a key has more values than the key's current result, replace
-        that result.
-
-        Args:
-            layer: the layer to search.
-            hi, lo: first and second 64-bit word of each key to look up.
+        """Replace each result by that of one more layer, if the layer has more values for the key. `hi` and `lo` are the words
+        of the keys.
         """
         if not len(layer.hi) or not len(hi):
             return
@@ -93,10 +85,7 @@ class Layer:
     @classmethod
     def of(cls, columns: pa.Table, file: int) -> Layer:
         """Return the entries of the shard with the number `file`, in the order of its rows: a layer only after `merged`.
-
-        Args:
-            columns: the shard's columns key, scored_len and logp_sum.
-            file: number of the shard.
+        `columns` are the shard's columns key, scored_len and logp_sum.
         """
         hi, lo = keys_as_words(columns["key"])
         rows = np.arange(len(hi), dtype=np.int32)
@@ -104,14 +93,14 @@ class Layer:
         return cls(hi, lo, length, total, np.full(len(hi), file, np.int32), rows)
 
     def without(self, files: list[int]) -> Layer:
-        """Return a layer without the entries of the given shards."""
         kept = ~np.isin(self.file, files)
         return self if kept.all() else replace(self, **{name: getattr(self, name)[kept] for name in _ARRAYS})
 
     @classmethod
     def merged(cls, layers: list[Layer]) -> Layer:
-        """Merge layers, or the entries of shards, into one layer. The list `layers` is emptied, so that each array can be freed
-        once it is copied."""
+        """Merge layers, or entries of shards. The list `layers` is emptied, so that each array can be freed once it
+        is copied.
+        """
         there = sorted((layer for layer in layers if len(layer.hi)), key=lambda layer: int(layer.hi[0]))
         layers.clear()
         if not there:
@@ -130,7 +119,7 @@ class Layer:
         return cls(**joined, omits_rows=omits_rows)
 
     def positions(self, hi: Words, lo: Words) -> Int64s:
-        """Return the index of each key in this layer, int64 of shape (n,); -1 if the layer lacks the key."""
+        """Return the index of each key in this layer, int64 (n,); -1 if the layer lacks the key."""
         size = len(self.hi)
         at = np.searchsorted(self.hi, hi)
         while True:  # one iteration almost always suffices: two keys have the same `hi` with a probability of 1 in 2**64

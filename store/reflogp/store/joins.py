@@ -6,7 +6,6 @@ read. Every join uses this module, so truncation and ld_alpha have the same effe
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -36,26 +35,18 @@ Float32s = npt.NDArray[np.float32]
 
 
 class FoundLogps(Protocol):
-    """The result of a lookup of n keys.
-
-    Attributes:
-        lengths: number of stored values for each key, int32 of shape (n,); -1 for a miss.
-    """
+    """The result of a lookup of n keys. `lengths` is the number of values of each key, int32 (n,); -1 for a miss."""
 
     lengths: npt.NDArray[np.int32]
 
     def prefix_sums(self, lengths: npt.NDArray[np.int64], /) -> npt.NDArray[np.float64]:
-        """Return the sum of the first `lengths[i]` values of each key i, float64 of shape (n,).
-
-        A key's sum is NaN if one of these values is missing or damaged.
-        """
+        """Return the sum of the first `lengths[i]` values of each key i, float64 (n,); NaN if a value is missing or damaged."""
 
 
 class LogpLookup(Protocol):
     """A source of log-probs by key, such as a store's snapshot or a scoring service."""
 
-    def find(self, keys: pa.Array, /) -> FoundLogps:
-        """Look up n keys."""
+    def find(self, keys: pa.Array, /) -> FoundLogps: ...
 
 
 @dataclass(frozen=True)
@@ -65,10 +56,9 @@ class Asked:
     Attributes:
         columns: dict from each completion column to its reference column.
         keys: dict from each completion column to its n keys.
-        needed: dict from each completion column to the number of values needed from the start of each completion, int64 of
-            shape (n,).
-        dropped: mask of the rows that TRL drops because the prompt alone fills max_length, bool of shape (n,). Only keep_start
-            drops rows.
+        needed: dict from each completion column to the number of values needed from the start of each completion, int64 (n,).
+        dropped: mask of the rows that TRL drops because the prompt alone fills max_length (only keep_start), bool (n,).
+
     """
 
     columns: dict[str, str]
@@ -77,20 +67,7 @@ class Asked:
     dropped: npt.NDArray[np.bool_]
 
     def all_keys(self) -> pa.FixedSizeBinaryArray:
-        """Return the keys of all completion columns, one column after the other."""
         return pa.concat_arrays(list(self.keys.values()))
-
-    def digest(self) -> str:
-        """Return a digest of all keys and of the number of values needed for each key.
-
-        If two datasets have equal digests, they need the same values.
-        """
-        digest = hashlib.blake2b(digest_size=16)
-        for name in self.columns:
-            digest.update(name.encode())
-            digest.update(self.keys[name].buffers()[1])
-            digest.update(self.needed[name].tobytes())
-        return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -132,7 +109,6 @@ class Join:
 
 
 def tokens_column(logps_column: str) -> str:
-    """Return the name of the column that counts the log-probs in each sum, such as ref_chosen_tokens for ref_chosen_logps."""
     return logps_column.replace("_logps", "_tokens")
 
 
@@ -140,6 +116,7 @@ def completion_columns(names: list[str]) -> dict[str, str]:
     """Return a dict from each completion column of a tokenized table to its reference column.
 
     Raises UsageError if the table lacks the prompt column or the completion columns.
+
     """
     if "prompt_ids" in names:
         if all(column in names for column in PAIR_COLUMNS):
@@ -152,7 +129,7 @@ def completion_columns(names: list[str]) -> dict[str, str]:
 
 
 def windows_of(table: pa.Table, max_length: int | None, truncation_mode: str) -> dict[str, Windows]:
-    """Return the sequences that are looked up for each completion column of a tokenized table; see `windows`."""
+    """Return the sequences to look up for each completion column of a tokenized table; see `windows`."""
     columns = completion_columns(table.column_names)
     prompts = token_lists(table["prompt_ids"], "prompt_ids")  # the prompts are parsed once for all completion columns
     return {name: windows(prompts, table[name], max_length, truncation_mode) for name in columns}
@@ -198,17 +175,7 @@ def join_logps(
 
 
 def ask(tables: pa.Table | Iterable[pa.Table], *, max_length: int | None = None, truncation_mode: str = "keep_start") -> Asked:
-    """Compute the keys of tokenized rows, and how many values of each key a trainer with these settings needs.
-
-    Args:
-        tables: tokenized rows, in one table or in an iterable of tables that are read one at a time. Pairs have the columns
-            prompt_ids, chosen_ids and rejected_ids. Other rows have prompt_ids, completion_ids and optionally
-            KL_completion_ids.
-        max_length, truncation_mode: the trainer's settings of the same names.
-
-    Raises:
-        UsageError: columns are missing or do not contain token ids, the settings are invalid, or there are no tables.
-    """
+    """Compute the keys of tokenized rows, and how many values of each key are needed; see `join_logps`."""
     parts = [_ask_one(table, max_length, truncation_mode) for table in ([tables] if isinstance(tables, pa.Table) else tables)]
     if not parts:
         raise UsageError("there are no tables to join")
@@ -222,22 +189,13 @@ def ask(tables: pa.Table | Iterable[pa.Table], *, max_length: int | None = None,
 
 
 def answer(asked: Asked, lookup: LogpLookup, ld_alpha: float | None = None) -> Join:
-    """Look up all keys at once, and sum the values that the trainer's loss uses for each row.
-
-    Args:
-        asked: the keys to look up, as returned by `ask`.
-        lookup: source of the values.
-        ld_alpha: LD-DPO's weight for tokens beyond the length of a pair's shorter completion (arxiv.org/abs/2409.06411), or
-            None to give all tokens the same weight. It must be None for rows that are not pairs.
-
-    Raises UsageError if ld_alpha is given without pairs.
-    """
+    """Look up all keys at once, and sum the values that the trainer's loss uses for each row; see `join_logps`."""
     check_ld_alpha(asked.columns, ld_alpha)
     return join_found(asked, lookup.find(asked.all_keys()), ld_alpha)
 
 
 def join_found(asked: Asked, found: FoundLogps, ld_alpha: float | None = None) -> Join:
-    """Do the same as `answer` with the result of a lookup of `asked.all_keys()`."""
+    """Sum the values of `found`, the result of a lookup of `asked.all_keys()`, as `answer` does."""
     columns, needed = asked.columns, asked.needed
     every = np.concatenate(list(needed.values()))
     sums = found.prefix_sums(every)
@@ -254,7 +212,6 @@ def join_found(asked: Asked, found: FoundLogps, ld_alpha: float | None = None) -
 
 
 def check_ld_alpha(columns: dict[str, str], ld_alpha: float | None) -> None:
-    """Raise UsageError if ld_alpha is given for a dataset without pairs."""
     if ld_alpha is not None and columns != PAIR_COLUMNS:
         raise UsageError(
             "ld_alpha is only for pairs, but these rows are not pairs: omit ld_alpha, or use rows with a chosen and a "

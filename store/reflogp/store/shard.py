@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +14,6 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from reflogp.store import storage
-from reflogp.store.errors import StoreUnavailableError
 from reflogp.store.schema import one_array, problem_of_rows, schema_of
 
 #: Maximum number of rows in a row group, and the size in bytes that the values of a row group should take (3.4 MB at 200 tokens
@@ -36,10 +36,10 @@ class ShardMissingError(ShardDamageError):
 
 
 def write_shard(rows: pa.Table, sink: Any) -> None:
-    """Write rows to `sink` as a shard.
+    """Write rows as a zstd-compressed Parquet file with a checksum for every page.
 
-    The file is compressed with zstd. Its log-probs are encoded with byte-stream-split, which usually saves space, and every
-    page has a checksum.
+    Log-probs are encoded with byte-stream-split, which usually saves space.
+
     """
     lists = [name for name in ("token_logps", "top_ids", "top_logps") if name in rows.column_names]
     fitting = _GROUP_BYTES * len(rows) // max(1, sum(int(rows[name].nbytes) for name in lists))
@@ -55,13 +55,11 @@ def write_shard(rows: pa.Table, sink: Any) -> None:
 
 
 class Shard:
-    """One shard of a table, which can be read as a whole or in parts.
+    """One shard of a table with `top_k` most probable tokens, which can be read as a whole or in parts.
 
     Methods raise ShardDamageError if the file is missing or its content is not what was written, and StoreUnavailableError if
     the storage fails.
 
-    Args:
-        top_k: number of most probable tokens that the rows of the table have.
     """
 
     def __init__(self, filesystem: pafs.FileSystem, path: str, top_k: int = 0) -> None:
@@ -84,15 +82,11 @@ class Shard:
         return ends - [group.num_rows for group in groups], np.array([group.total_byte_size for group in groups])
 
     def values(self, column: str, rows: npt.NDArray[np.int32]) -> Iterator[tuple[slice, pa.Array]]:
-        """Read one column of the given rows in parts. For each part, yield the slice of `rows` that it covers, and the column's
-        values for these rows.
+        """Read one column of the given rows (ascending indices) in parts. For each part, yield the slice of `rows` that it
+        covers, and the column's values for these rows.
 
         Only the row groups that contain the rows are read. Each part covers row groups with a total size of at most READ_BYTES,
-        or one larger row group. Memory use is therefore bounded for any number of rows.
-
-        Args:
-            column: name of the column.
-            rows: indices of rows in the shard, in ascending order.
+        or one larger row group, so memory use is bounded.
         """
         starts, sizes = self._groups
         used, first = np.unique(np.searchsorted(starts, rows, "right") - 1, return_index=True)
@@ -111,11 +105,9 @@ class Shard:
                 at = stop
 
     def problem(self, size: int, rows: int) -> str | None:
-        """Read every page of this shard, and return what is wrong with the shard, or None if nothing is wrong.
+        """Read every page, and return what is wrong with the shard, or None. `size` in bytes and the number of `rows` (0:
+        unknown) are those in the log.
 
-        Args:
-            size: size of the file in bytes, according to the log.
-            rows: number of rows, according to the log; 0 if unknown.
         """
         try:
             found = self._filesystem.get_file_info(self.path)
@@ -134,46 +126,27 @@ class Shard:
             return str(error)
         return None
 
-    def _open(self) -> _OpenShard:
-        return _OpenShard(self._filesystem, self.path)
-
-
-class _OpenShard:
-    """A context manager that opens a shard's file, and converts errors from Arrow and the storage into ShardDamageError or
-    StoreUnavailableError."""
-
-    def __init__(self, filesystem: pafs.FileSystem, path: str) -> None:
-        self._filesystem, self._path = filesystem, path
-        self._source: Any = None
-
-    def __enter__(self) -> pq.ParquetFile:
+    @contextmanager
+    def _open(self) -> Iterator[pq.ParquetFile]:
+        """Open the file. Errors of Arrow and the storage in the `with` block become ShardDamageError or
+        StoreUnavailableError.
+        """
         try:
-            self._source = self._filesystem.open_input_file(self._path)
-            # With pre_buffer, the columns of many row groups are requested from an object store together.
-            is_remote = not isinstance(self._filesystem, pafs.SubTreeFileSystem)
-            return pq.ParquetFile(self._source, page_checksum_verification=True, pre_buffer=is_remote)
+            with self._filesystem.open_input_file(self.path) as source:
+                # With pre_buffer, the columns of many row groups are requested from an object store together.
+                is_remote = not isinstance(self._filesystem, pafs.SubTreeFileSystem)
+                yield pq.ParquetFile(source, page_checksum_verification=True, pre_buffer=is_remote)
+        except FileNotFoundError as error:
+            raise ShardMissingError("the file is missing") from error
         except (*storage.STORAGE_ERRORS, pa.ArrowException) as error:
-            self._close()
-            raise self._meaning(error) from error
+            self._require_readable()
+            raise ShardDamageError(storage.sentence(error)) from error
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._close()
-        if isinstance(error, (*storage.STORAGE_ERRORS, pa.ArrowException)):
-            raise self._meaning(error) from error
-
-    def _close(self) -> None:
-        if self._source is not None:
-            self._source.close()
-
-    def _meaning(self, error: BaseException) -> Exception:
-        """Return the error to raise after a failed read: ShardDamageError if the file's bytes can be read, and otherwise
-        StoreUnavailableError."""
-        if isinstance(error, FileNotFoundError):
-            return ShardMissingError("the file is missing")
-        try:
-            with self._filesystem.open_input_stream(self._path) as source:
-                while source.read(1 << 24):
-                    pass
-        except storage.STORAGE_ERRORS as failure:
-            return StoreUnavailableError(f"shard {self._path} cannot be read: {storage.sentence(failure)}")
-        return ShardDamageError(storage.sentence(error))
+    def _require_readable(self) -> None:
+        """Raise StoreUnavailableError if the file's bytes cannot be read."""
+        with (
+            storage.translate_errors(f"shard {self.path} cannot be read"),
+            self._filesystem.open_input_stream(self.path) as source,
+        ):
+            while source.read(1 << 24):
+                pass

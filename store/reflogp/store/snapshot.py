@@ -93,17 +93,16 @@ class Snapshot:
 
     @property
     def reference_id(self) -> str:
-        """Id of the reference model."""
         return self.reference.reference_id
 
     @property
     def store_uri(self) -> str:
-        """URI of the store that contains the table."""
         return storage.split_table_uri(self._table_uri)[0]
 
     def __len__(self) -> int:
-        """Return the number of rows, which can exceed the number of keys: if more tokens of a sequence were scored later, its
-        key has several rows until the table is compacted."""
+        """Return the number of rows: more than keys, if more tokens of a sequence were scored later and nothing was compacted
+        since.
+        """
         return sum(self.rows_of.values())
 
     def __repr__(self) -> str:
@@ -111,9 +110,8 @@ class Snapshot:
         return short_repr("Snapshot", f"{self.number} of reference {self.reference_id}: {rows} in {shards}")
 
     def advanced(self, number: int, rows_of: Mapping[str, int], filesystem: pafs.FileSystem) -> Snapshot:
-        """Return a new snapshot with the given number and the shards in `rows_of`. It reuses the index of this snapshot.
-
-        `filesystem` opens the shards that this snapshot does not have.
+        """Return a new snapshot with the shards in `rows_of`, which reuses this one's index. `filesystem` opens the other
+        shards.
         """
         kept = {place: shard for place, shard in self._shards.items() if shard.path in rows_of}
         known = {shard.path for shard in kept.values()}
@@ -130,11 +128,8 @@ class Snapshot:
         return later
 
     def find(self, keys: pa.Array) -> Found:
-        """Look up n keys. The result contains the number of stored values of each key, and has methods that read and sum the
+        """Look up n keys, a fixed_size_binary(16) array as from `sequence_keys`. The result has their lengths, and reads
         values.
-
-        Args:
-            keys: fixed_size_binary(16) array, as returned by `sequence_keys`.
         """
         layers = self._load_index()
         parts = [_look_up(layers, keys.slice(start, _FIND_KEYS)) for start in range(0, max(1, len(keys)), _FIND_KEYS)]
@@ -156,8 +151,8 @@ class Snapshot:
             lengths: number of values to sum for each key, int64 of shape (n,).
 
         Returns:
-            The sums in nats, as a float64 array of shape (n,). The sum is NaN for a key that has too few values in the
-            snapshot.
+            The sums in nats, float64 of shape (n,); NaN for a key that has too few values.
+
         """
         return self.find(keys).prefix_sums(lengths)
 
@@ -206,7 +201,7 @@ class Snapshot:
 
 
 def _look_up(layers: list[Layer], keys: pa.Array) -> Places:
-    """Look up keys in all layers. The keys are looked up in ascending order, which reads the layers in order."""
+    """Look up keys in all layers, in ascending order, which reads the layers in order."""
     hi, lo = keys_as_words(keys)
     order = np.argsort(hi)
     hi, lo, places = hi[order], lo[order], Places.none(len(hi))
@@ -221,7 +216,8 @@ class Found:
     """The result of a lookup of n keys in a snapshot.
 
     Attributes:
-        lengths: number of values that the snapshot has for each key, or -1 for a miss; an int32 array of shape (n,).
+        lengths: number of stored values of each key, or -1 for a miss; int32 (n,).
+
     """
 
     def __init__(self, snapshot: Snapshot, places: Places) -> None:
@@ -233,17 +229,10 @@ class Found:
         return short_repr("Found", f"{int((self.lengths != MISS).sum()):,} of {counted(len(self.lengths), 'key')}")
 
     def token_logps(self, some: Int64s | None = None) -> list[npt.NDArray[np.float32] | None]:
-        """Return the stored values of each key as a float32 array, or None for a miss.
-
-        If `some` is given, return only the values of the keys at these indices.
-        """
+        """Return the stored values of each key (`some`: of the keys at these indices), or None for a miss."""
         places = np.arange(len(self.lengths)) if some is None else some
-        values: dict[int, npt.NDArray[np.float32]] = {}
-        for rows, lists in self._values(places[self.lengths[places] != MISS]):
-            offsets, flat = lists.offsets.to_numpy(), lists.values.to_numpy(zero_copy_only=False)
-            for i, row in enumerate(rows):
-                values[int(row)] = flat[offsets[i] : offsets[i + 1]]
-        return [values.get(int(place)) for place in places]
+        values = self._lists("token_logps", places)
+        return [values.get(place) for place in places.tolist()]
 
     def top(self, k: int, some: Int64s | None = None) -> list[TopValues | None]:
         """Return, for each key, the k most probable tokens at each position that has a value, or None for a miss.
@@ -256,19 +245,26 @@ class Found:
         if k > width:
             raise UsageError(f"the table has the {width} most probable tokens of each position, not {k}")
         places = np.arange(len(self.lengths)) if some is None else some
-        found: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
-        for column, values in zip(TOP_COLUMNS, found, strict=True):
-            for rows, lists in self._values(places[self.lengths[places] != MISS], column.name):
-                offsets, flat = lists.offsets.to_numpy(), lists.values.to_numpy(zero_copy_only=False).reshape(-1, width)
-                for i, row in enumerate(rows):
-                    values[int(row)] = flat[offsets[i] // width : offsets[i + 1] // width, :k]
-        ids, logps = found
-        return [(ids[int(place)], logps[int(place)]) if int(place) in ids else None for place in places]
+        ids, logps = (self._lists(column.name, places) for column in TOP_COLUMNS)
+        return [
+            (ids[place].reshape(-1, width)[:, :k], logps[place].reshape(-1, width)[:, :k]) if place in ids else None
+            for place in places.tolist()
+        ]
+
+    def _lists(self, column: str, places: Int64s) -> dict[int, npt.NDArray[Any]]:
+        """Return the list in a column of each key at the indices `places` that is not a miss."""
+        found: dict[int, npt.NDArray[Any]] = {}
+        for rows, lists in self._values(places[self.lengths[places] != MISS], column):
+            offsets, flat = lists.offsets.to_numpy(), lists.values.to_numpy(zero_copy_only=False)
+            for i, row in enumerate(rows.tolist()):
+                found[row] = flat[offsets[i] : offsets[i + 1]]
+        return found
 
     def token_lists(self) -> pa.ListArray:
-        """Return the stored values of all keys as one Arrow array of float32 lists, with null for a miss.
+        """Return the values of all keys as one Arrow array of float32 lists, with null for a miss.
 
         Raises UsageError if there are more values than one array can contain, because its offsets have only 32 bits.
+
         """
         lengths = np.maximum(self.lengths, 0).astype(np.int64)
         offsets = np.zeros(len(lengths) + 1, np.int64)
@@ -285,14 +281,13 @@ class Found:
         return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values), mask=pa.array(missing))
 
     def slice(self, start: int, stop: int) -> Found:
-        """Return the results for the keys with the indices `start` to `stop` - 1."""
         return Found(self._snapshot, self._places.take(slice(start, stop)))
 
     def prefix_sums(self, lengths: Int64s) -> npt.NDArray[np.float64]:
-        """Return the sum of the first `lengths[i]` values of each key i, as a float64 array of shape (n,).
+        """Return the sum of the first `lengths[i]` values of each key i, float64 (n,); NaN if there are fewer values.
 
-        A key's sum is NaN if the snapshot has fewer values for it than requested. Token values are read only for keys that have
-        more stored values than requested.
+        Token values are read only for keys that have more values than requested.
+
         """
         sums = np.where(self.lengths == lengths, self._places.total, np.nan)
         sums[lengths == 0] = 0.0
@@ -301,24 +296,26 @@ class Found:
         return sums
 
     def provenances(self, some: Int64s) -> Iterator[dict[str, Any]]:
-        """Yield the provenances of the stored values of the keys at the indices `some`.
+        """Yield, in any order, the provenances of the values of the keys at the indices `some` that are not misses.
 
-        A provenance tells how values were computed. The order is arbitrary. A provenance can be yielded several times,
-        because duplicates are removed only among rows that are read together. Nothing is yielded for misses.
+        A provenance tells how values were computed. It can be yielded several times, because duplicates are removed only among
+        rows that are read together.
+
         """
         for _, texts in self._values(some[self.lengths[some] != MISS], "provenance"):
             yield from map(json.loads, pc.unique(texts).to_pylist())
 
     def provenance_of(self, some: Int64s) -> list[dict[str, Any]]:
-        """Return the provenance of each of the keys at the indices `some`, which must not be misses."""
+        """Return the provenance of each key at the indices `some`, none of which may be a miss."""
         found: dict[int, str] = {}
         for rows, texts in self._values(some, "provenance"):
             found |= zip(rows.tolist(), texts.to_pylist(), strict=True)
         return [json.loads(found[row]) for row in some.tolist()]
 
     def _values(self, wanted: Int64s, column: str = "token_logps") -> Iterator[tuple[Int64s, pa.Array]]:
-        """Read a column for the keys at the indices `wanted`, in parts. For each part, yield the indices of its keys, and the
-        column's values for these keys."""
+        """Read a column for the keys at the indices `wanted`, in parts: yield the indices of the part's keys, and
+        their values.
+        """
         file, row = self._places.file, self._places.row
         by_place = wanted[np.lexsort((row[wanted], file[wanted]))]
         for of_shard in np.split(by_place, np.flatnonzero(np.diff(file[by_place])) + 1):
