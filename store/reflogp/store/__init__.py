@@ -73,7 +73,6 @@ _WITH_DELTALAKE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name that needs deltalake, such as `Store`, when it is first used. `_WITH_DELTALAKE` lists these names."""
     if name not in _WITH_DELTALAKE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(import_module(f"{__name__}.{_WITH_DELTALAKE[name]}"), name)

@@ -35,13 +35,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor's entry in a safetensors header.
-
-    Attributes:
-        dtype: name of the dtype in the safetensors format, such as "F32", "BF16" or "U8".
-        shape: size of each dimension.
-        nbytes: size of the tensor in the file, in bytes.
-    """
+    """A tensor's entry in a safetensors header: its dtype there, such as "BF16" or "U8", and its size in the file in bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -49,8 +43,7 @@ class StoredTensor:
 
     @property
     def is_float(self) -> bool:
-        """Whether the tensor has a floating-point dtype. Floating-point tensors are converted to the model's dtype when they
-        are loaded."""
+        """Whether loading converts the tensor to the model's dtype."""
         return self.dtype.startswith(("F", "BF"))
 
 
@@ -78,7 +71,7 @@ class Checkpoint:
         return [file for folder in folders for file in sorted(folder.rglob("*.py"))]
 
     def hashed_files(self) -> list[Path]:
-        """Return the files whose digests are part of the reference id: the weight files, also of an adapter, and code files."""
+        """Return the files whose digests are part of the reference id."""
         return [*self.weight_files, *self.code_files, *([self.adapter.weight_file] if self.adapter is not None else [])]
 
     def files(self) -> list[Path]:
@@ -88,12 +81,7 @@ class Checkpoint:
         return [*read, *([self.adapter.folder / _ADAPTER_CONFIG] if self.adapter is not None else []), *self.hashed_files()]
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """Return a dict from the name of each tensor of the model to the tensor's entry in the safetensors header.
-
-        An adapter's tensors are not included.
-
-        Raises CheckpointError if a header cannot be read.
-        """
+        """Return the model's tensors, without an adapter's, by name. Raises CheckpointError if a header cannot be read."""
         return {name: tensor for file in self.weight_files for name, tensor in _header(file)[1].items()}
 
 
@@ -224,7 +212,7 @@ def _weight_files(folder: Path, config: dict[str, Any]) -> tuple[Path, ...]:
         return (entry,)
     if entry.is_file():
         try:
-            names = _named_in(entry.read_bytes())
+            names = sorted(set(json.loads(entry.read_bytes())["weight_map"].values()))
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{entry} cannot be read: {error}") from error
         missing = [name for name in names if not (folder / name).is_file()]
@@ -241,20 +229,8 @@ def _weight_files(folder: Path, config: dict[str, Any]) -> tuple[Path, ...]:
     raise CheckpointError(f"{folder} contains no weights: neither {single} nor {_INDEX}")
 
 
-def _named_in(index: bytes) -> list[str]:
-    """Return the sorted names of the weight files that a model.safetensors.index.json lists.
-
-    The argument `index` is the content of that file. Raises ValueError, KeyError, TypeError or AttributeError if `index` is
-    invalid.
-    """
-    return sorted(set(json.loads(index)["weight_map"].values()))
-
-
 def _check_whole(file: Path) -> None:
-    """Raise CheckpointError unless the file has the size that its header specifies.
-
-    See 'Format' in github.com/huggingface/safetensors.
-    """
+    """Raise CheckpointError unless the file has the size that its header specifies."""
     expected, _ = _header(file)
     size = file.stat().st_size
     if size != expected:
@@ -262,9 +238,8 @@ def _check_whole(file: Path) -> None:
 
 
 def _header(file: Path) -> tuple[int, dict[str, StoredTensor]]:
-    """Read a safetensors header.
-
-    Return the size in bytes that the file must have, and a dict from each tensor's name to its entry in the header.
+    """Return the size in bytes that a safetensors file must have, and its tensors ('Format' in
+    github.com/huggingface/safetensors).
     """
     try:
         with file.open("rb") as handle:

@@ -15,24 +15,10 @@ from reflogp.store.windows import TrainerSettings
 
 @dataclass(frozen=True)
 class ScoreArguments:
-    """The arguments of `reflogp score` that determine how it reads and tokenizes the dataset, and which values it stores.
+    """The arguments of `reflogp score`, as on the command line, that determine the rows, the tokens and the values.
 
-    The method `command` builds a command line with these arguments, for use in messages. Commands that look up stored values,
-    such as `reflogp join`, take the same arguments.
-
-    Attributes:
-        model, data, store: the reference model, the dataset and the store, as written on the command line.
-        dtype: compute dtype of the reference model, or "auto" for the dtype in which the model's log-probs in the store were
-            computed. If the store has no log-probs of the model, "auto" is the engine's default dtype.
-        settings: the trainer's settings. ld_alpha is ignored: scoring stores one value per token, and ld_alpha is applied
-            later, when the values are summed.
-        lm_head_dtype: dtype in which the output layer computes logits: "float32", or None for the model's dtype.
-        revision: revision of a hub model.
-        split: split of a saved DatasetDict or of a dataset on the Hub.
-        form: the dataset's format, or None to detect it.
-        tokenizer: folder or hub id of the tokenizer, or None for the model's tokenizer.
-        chat_template: path of a Jinja template file, or None for the tokenizer's template.
-        trust_remote_code: whether to run code from the checkpoint.
+    Commands that look up stored values, such as `reflogp join`, take them too. Of `settings`, ld_alpha is ignored: it is
+    applied when values are summed.
     """
 
     model: str
@@ -49,7 +35,7 @@ class ScoreArguments:
     trust_remote_code: bool = False
 
     def command(self) -> str:
-        """Return the complete command line, omitting options with default values."""
+        """Return the complete command line, without options that have their default values."""
         mode = self.settings.truncation_mode
         options = [
             ("--dtype", self.dtype if self.dtype != AUTO else None),
@@ -70,10 +56,7 @@ class ScoreArguments:
 
 @contextmanager
 def naming_command(command: str) -> Iterator[None]:
-    """If the `with` block raises StoreNotFoundError or ReferenceNotFoundError, append `command` to the error's message.
-
-    `command` is the command line that scores the data. All other errors are passed on unchanged.
-    """
+    """Append `command`, which scores the data, to the message of a StoreNotFoundError or ReferenceNotFoundError."""
     try:
         yield
     except (StoreNotFoundError, ReferenceNotFoundError) as error:
@@ -81,6 +64,5 @@ def naming_command(command: str) -> Iterator[None]:
 
 
 def repair_command(table_uri: str) -> str:
-    """Return the command line that repairs a table. `table_uri` has the form `<store>/<reference id>/logprobs`."""
     store, reference_id = split_table_uri(table_uri)
     return shlex.join(["reflogp", "store", "verify", store, "--reference", reference_id, "--repair"])

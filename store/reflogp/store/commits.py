@@ -3,8 +3,8 @@
 reflogp writes the table's data files itself, with a checksum for every page and an encoding that suits log-probs. It commits
 the files through delta-rs. A commit names the version that it is based on, and fails if another writer has committed since.
 
-A file that was written for a failed commit is not deleted, because the commit may have succeeded although its response was
-lost. If it failed, a vacuum deletes the file.
+A file that was written for a failed commit is left to a vacuum, because the commit may have succeeded although its response was
+lost.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ _HOW_TO_GO_ON = f"Restore {_LOG_FOLDER} from a copy, or move the folder away and
 
 @dataclass(frozen=True)
 class Written:
-    """A shard of a table: its path, its size in bytes, its number of rows, and the time when its newest rows were written, in
-    milliseconds since 1970."""
+    """A shard: its path, size in bytes and number of rows, and when its newest rows were written, in ms since 1970."""
 
     path: str
     size: int
@@ -78,7 +77,7 @@ class TableLog:
 
     @staticmethod
     def create(uri: str, options: dict[str, str] | None = None, top_k: int = 0) -> None:
-        """Create the Delta table if it does not exist. Two processes can safely create the same table at the same time."""
+        """Create the Delta table if it does not exist, perhaps while other processes do so."""
         try:
             DeltaTable.create(
                 uri,
@@ -117,10 +116,8 @@ class TableLog:
             return self._delta
 
     def replace(self, removed: Sequence[str], added: Sequence[Written]) -> bool:
-        """Remove the `removed` shards from the table and add the `added` shards, in one commit.
-
-        Other writers may append rows at the same time. If another process has already removed one of the `removed` shards,
-        nothing is committed, and the result is False.
+        """Replace shards in one commit, while others may append rows. Return False, without a commit, if one of `removed` is
+        gone.
 
         Raises StoreUnavailableError if the commit cannot be written, and DamagedStoreError if the log is damaged.
         """
@@ -188,7 +185,7 @@ class TableLog:
             raise DamagedStoreError(f"the log entry {self.uri}/{empty[0]} is empty. {_HOW_TO_GO_ON}")
 
     def _unreadable(self, error: BaseException) -> DamagedStoreError | StoreUnavailableError:
-        """Return the error to raise if delta-rs cannot read the log. If its files can be read, the log is damaged."""
+        """Return the error if delta-rs cannot read the log. If its files can be read, the log is damaged."""
         try:
             for path in storage.list_files(self.filesystem, _LOG_FOLDER):
                 storage.read_file(self.filesystem, path)
@@ -236,10 +233,10 @@ class TableLog:
         )
 
     def _commit(self, added: Sequence[Written], removed: Sequence[str]) -> bool:
-        """Add and remove shards in one commit. The commit creates the next version after the table version that was read last.
+        """Add and remove shards in the version after the one that was read last. Return False if delta-rs reports a conflict.
 
-        Return False if delta-rs reports a conflict with another commit. Usually, another writer committed first. However, the
-        commit may have succeeded if the response to it was lost: the next attempt then finds its rows in the table.
+        Usually, another writer committed first. If the commit succeeded and the response was lost, the next attempt finds its
+        rows.
         """
         actions: list[AddAction | RemoveAction] = [
             AddAction(shard.path, shard.size, {}, shard.time, not removed, json.dumps({"numRecords": shard.rows}))

@@ -36,8 +36,7 @@ _CLOCK_STEP_SECONDS = 10.0
 
 
 def cache_dir() -> Path:
-    """Return reflogp's cache folder: $REFLOGP_CACHE_DIR, else $XDG_CACHE_HOME/reflogp, else ~/.cache/reflogp, or a temporary
-    folder for a user without a home, as in some containers."""
+    """Return reflogp's cache folder; for a user without a home, as in some containers, a temporary one."""
     if explicit := os.environ.get("REFLOGP_CACHE_DIR"):
         return Path(explicit)
     if xdg := os.environ.get("XDG_CACHE_HOME"):
@@ -49,10 +48,7 @@ def cache_dir() -> Path:
 
 
 class FileIdentity(NamedTuple):
-    """The file properties that reveal whether a file was replaced or written to. Times are in nanoseconds.
-
-    The device is not among them: its number may change when the machine restarts.
-    """
+    """What reveals that a file was replaced or written to; times in nanoseconds. A device's number may change at a restart."""
 
     inode: int
     size: int
@@ -61,7 +57,6 @@ class FileIdentity(NamedTuple):
 
     @classmethod
     def at(cls, path: Path) -> FileIdentity:
-        """Return the identity of the file at `path`. Raises OSError if the file does not exist."""
         about = path.stat()
         return cls(about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
 
@@ -78,15 +73,11 @@ def require_unchanged(files: Mapping[Path, FileIdentity]) -> None:
 
 
 def file_digests(paths: Iterable[Path], progress: Progress | None = None) -> dict[Path, str]:
-    """Return a dict from each file's path to its sha256 (hex). Reuse digests that an earlier run or a hub cache recorded.
+    """Return the sha256 (hex) of each file by path, reusing what an earlier run or a hub cache recorded.
 
-    Args:
-        paths: existing files.
-        progress: called with (bytes hashed, total bytes); never called if all digests are already known.
+    `progress` is called with (bytes hashed, total bytes), if not all digests are known.
 
-    Raises:
-        FileChangedError: a file is written to or replaced while it is read.
-        OSError: a file cannot be read.
+    Raises FileChangedError if a file is written to or replaced while it is read, and OSError if it cannot be read.
     """
     files = {path: FileIdentity.at(path) for path in paths}
     cache = _cache_folder()
@@ -111,10 +102,9 @@ def file_digests(paths: Iterable[Path], progress: Progress | None = None) -> dic
 
 
 def _hub_blob_digest(path: Path) -> str | None:
-    """Return the sha256 that a hub cache uses as the file's name, or None.
+    """Return the sha256 by which a hub cache names the file (its "blob", to which a snapshot links), or None.
 
-    huggingface_hub stores a large file as a "blob" that is named after its sha256, and then links to it from a snapshot. A blob
-    that was written to after the first link to it was made is not what its name says.
+    A blob that was written to after the first link to it was made is not what its name says.
     """
     if not path.is_symlink():
         return None
@@ -130,7 +120,7 @@ def _hub_blob_digest(path: Path) -> str | None:
 def _cache_folder() -> Path | None:
     """Return the folder of remembered digests, one file for each file that was hashed; None if it cannot be used.
 
-    The folder must belong to the current user alone: a false digest would change the reference id of this user's model.
+    A digest that another user can forge would change the reference id of this user's model.
     """
     try:
         return own_folder(cache_dir(), "digests")

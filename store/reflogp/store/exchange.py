@@ -107,14 +107,8 @@ Read this dataset, or this folder, with `datasets.load_dataset`. To train with t
 
 @dataclass(frozen=True)
 class Imported:
-    """The result of an import.
-
-    Attributes:
-        reference_id: id of the reference model whose log-probs the rows contain.
-        rows: number of rows in the export.
-        written: number of rows written; the others were skipped, because the store already had at least as many values for
-            their keys.
-        snapshot: number of a snapshot that contains all the rows.
+    """The result of an import: the number of rows in the export, how many of them were written (the store had no fewer values
+    for the others), and the number of a snapshot that contains all of them.
     """
 
     reference_id: str
@@ -190,6 +184,5 @@ def top_k_of(file: Path) -> int:
 
 
 def _with_types(rows: pa.Table, top_k: int) -> pa.Table:
-    """Return rows with the types of the schema, if they have its columns."""
     schema = schema_of(top_k)
     return rows.cast(pa.schema([field.with_nullable(True) for field in schema])) if rows.schema.names == schema.names else rows

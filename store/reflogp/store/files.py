@@ -1,9 +1,4 @@
-"""Write files that appear only when they are complete, and check that a cache folder belongs to the current user.
-
-A file is written under a temporary name in the same folder and then renamed. Later runs trust the data in a cache folder,
-such as file digests, and execute the compiled kernels in it. Nobody but the current user may therefore write to the folder.
-If several users share the parent folder, each of them has a separate cache folder.
-"""
+"""Write files that appear only when they are complete, and check that a cache folder belongs to the current user."""
 
 from __future__ import annotations
 
@@ -19,10 +14,7 @@ from reflogp.store.errors import UsageError
 
 @contextmanager
 def write_atomically(target: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to.
-
-    The file is renamed to `target` if the `with` block succeeds, and deleted if it fails. If the block writes nothing,
-    `target` stays unchanged. Missing parent folders are created.
+    """Yield a temporary path in the folder of `target`, which becomes `target` if the `with` block succeeds and wrote it.
 
     Raises UsageError if the file cannot be written.
     """
@@ -44,9 +36,9 @@ def write_atomically(target: Path) -> Iterator[Path]:
 
 
 def own_folder(parent: Path, name: str) -> Path:
-    """Return the path of the current user's folder in `parent`. The folder is named `<name>-<user id>`.
+    """Return the current user's folder `<name>-<user id>` in `parent`, which is created with mode 0700 if it does not exist.
 
-    The folder is created with mode 0700 if it does not exist.
+    Later runs trust what is in it: file digests, and compiled kernels, which they execute.
 
     Raises OSError if the folder cannot be created, and PermissionError if it is a link, or if another user owns it or can write
     to it.

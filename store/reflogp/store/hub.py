@@ -1,7 +1,6 @@
 """Read files from dataset repositories on the Hugging Face Hub, push tables there, and pull pushed tables into a store.
 
-A push writes the files of an export (exchange.py), which contain the log-probs of one reference model. All requests go through
-huggingface_hub, which must be installed.
+A push writes the files of an export. All requests go through huggingface_hub.
 """
 
 from __future__ import annotations
@@ -43,19 +42,14 @@ _ROWS_AT_ONCE = 65_536
 
 @dataclass(frozen=True)
 class HubPlace:
-    """A dataset repository on the Hub, optionally at a specific revision.
-
-    Attributes:
-        repository: id of the repository, "organisation/name".
-        revision: a branch, tag or commit, or None for the main branch.
-    """
+    """A dataset repository on the Hub, "organisation/name", at a branch, tag or commit (None: the main branch)."""
 
     repository: str
     revision: str | None = None
 
     @classmethod
     def parse(cls, uri: str) -> HubPlace:
-        """Parse the URI of a repository: hf://datasets/ORGANISATION/NAME[@REVISION]. Raises UsageError for any other URI."""
+        """Parse hf://datasets/ORGANISATION/NAME[@REVISION]. Raises UsageError for any other URI."""
         found = _URI.match(uri)
         if found is None:
             raise UsageError(
@@ -69,19 +63,14 @@ class HubPlace:
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file in a dataset repository on the Hub.
-
-    Attributes:
-        place: the file's repository, optionally at a specific revision.
-        path: path of the file in the repository.
-    """
+    """A file in a dataset repository on the Hub."""
 
     place: HubPlace
     path: str
 
     @classmethod
     def parse(cls, uri: str) -> HubFile:
-        """Parse the URI of a file: hf://datasets/ORGANISATION/NAME[@REVISION]/PATH. Raises UsageError for any other URI."""
+        """Parse hf://datasets/ORGANISATION/NAME[@REVISION]/PATH. Raises UsageError for any other URI."""
         found = _FILE.fullmatch(uri)
         if found is None or not {"", ".", ".."}.isdisjoint(found["path"].split("/")):
             raise UsageError(f"{uri} is not the URI of a file on the Hub: use hf://datasets/ORGANISATION/NAME[@REVISION]/PATH")
@@ -92,7 +81,7 @@ class HubFile:
         return f"{HubPlace(self.place.repository)}/{self.path}"
 
     def download(self) -> Path:
-        """Download the file to huggingface_hub's cache and return the cached file's path. An interrupted download is resumed.
+        """Download the file to huggingface_hub's cache, or resume a download, and return the path there.
 
         Raises:
             UsageError: the file does not exist, or the Hugging Face token has no permission to read it.
@@ -106,7 +95,7 @@ class HubFile:
     def read(self, chunk: int) -> tuple[int, Iterator[bytes]]:
         """Return the file's size in bytes, and an iterator over its content in chunks of at most `chunk` bytes.
 
-        Each chunk is read with one request and is not cached. This method and the iterator raise the same errors as `download`.
+        Each chunk is one request and is not cached. This method and the iterator raise the same errors as `download`.
         """
         from huggingface_hub import HfFileSystem
 
@@ -149,14 +138,8 @@ class HubFile:
 
 @dataclass(frozen=True)
 class Pushed:
-    """The result of a push.
-
-    Attributes:
-        reference_id: id of the reference model whose log-probs the rows contain.
-        rows: number of rows in the repository.
-        files: number of Parquet files in the repository.
-        commit: id of the repository's commit that contains these rows.
-        changed: whether the push made this commit; False if the repository already contained the rows.
+    """The result of a push: the numbers of rows and of Parquet files in the repository, the id of the commit that contains
+    them, and whether the push made this commit; if not, the repository already contained the rows.
     """
 
     reference_id: str
@@ -228,16 +211,9 @@ def push_table(
 
 
 def pull(store: Store, uri: str, progress: Progress | None = None) -> Imported:
-    """Append the rows of a dataset repository on the Hub to a store, which is created if it does not exist.
+    """Append the rows of a dataset repository on the Hub, written by `push_table`, to a store; see `import_folder`.
 
-    Files are downloaded to huggingface_hub's cache; an interrupted download is resumed. All rows are checked before the first
-    row is written. Values that the store already has are kept.
-
-    Args:
-        store: the store to append to.
-        uri: hf://datasets/ORGANISATION/NAME[@REVISION] of a repository that `push_table` wrote.
-        progress: called with (rows done, total rows). Each row counts twice in both numbers, because it is first checked and
-            then written.
+    An interrupted download is resumed.
 
     Raises:
         UsageError: the repository does not exist, the Hugging Face token has no permission to read it, reflogp did not push it,
@@ -271,7 +247,7 @@ def _require_same_reference(place: HubPlace, folder: Path, ours: Reference) -> N
 
 
 def _require_all(place: HubPlace, folder: Path, snapshot: Snapshot) -> None:
-    """Raise UsageError if the snapshot has fewer values than the repository for any of the repository's keys."""
+    """Raise UsageError if the repository has values that the snapshot lacks."""
     lacking = 0
     for file in sorted(folder.glob(DATA_FILES)):
         try:

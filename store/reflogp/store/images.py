@@ -1,15 +1,13 @@
 """Detect images and other media in dataset rows, and replace the image tokens in token sequences with image ids.
 
 A reference model's log-probs depend on all media in a row. Code that scores or joins only tokens must therefore refuse rows
-with media. The media can be in a column or in a part of a message's content (see `media_of`). The recognized names of columns
-and parts come from TRL (`image`, `images`), from transformers' chat templates and processors, and from OpenAI's messages
-(`image_url`, `input_audio`, …).
+with media, in a column or in a part of a message's content (see `media_of`). The names come from TRL (`image`, `images`), from
+transformers' chat templates and processors, and from OpenAI's messages (`image_url`, `input_audio`, …).
 
-A processor represents an image by many copies of one placeholder token. Two rows that differ only in their images can therefore
-have the same token ids, and would then have the same key. To avoid this, each copy is replaced with an image id, a number that
-is too large for any vocabulary (at least FIRST_IMAGE_ID). The image id is computed from the image's decoded pixels, the image
-processor's settings, the number of copies and the copy's index among them. Everything that works on token ids (keys,
-truncation, shared prefixes, joins) then works on rows with images too. The keys of text-only rows are not affected.
+A processor represents an image by many copies of one placeholder token, so rows that differ only in their images would have the
+same key. Each copy is therefore replaced with an image id, a number that is too large for any vocabulary, which is computed
+from the image's decoded pixels, the image processor's settings, the number of copies and the copy's index. Everything that
+works on token ids then works on rows with images too. Keys of text-only rows are not affected.
 """
 
 from __future__ import annotations
@@ -71,7 +69,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 def media_of(columns: Mapping[str, Any]) -> str | None:
-    """Say where a row contains its first image, video or other media. Return None if the row has only text or token ids."""
+    """Say where a row contains its first image, video or other media, or None."""
     for name in (*MEDIA_COLUMNS, *PROCESSED_COLUMNS):
         if name in columns and _is_present(columns[name]):
             return f"column {name}"
@@ -82,7 +80,7 @@ def media_of(columns: Mapping[str, Any]) -> str | None:
 
 
 def media_types(messages: Any) -> Iterator[str]:
-    """Yield the type of each content part that is not text in a list of chat messages. Yield nothing for any other value."""
+    """Yield the type of each content part that is not text in chat messages, and nothing for any other value."""
     if not isinstance(messages, list | tuple):
         return
     for message in messages:
@@ -95,8 +93,7 @@ def media_types(messages: Any) -> Iterator[str]:
 
 
 def _media_type(part: Mapping[str, Any]) -> str | None:
-    """Return a content part's `type` if it names a medium. Otherwise, return the part's first media key that has a value, such
-    as `image_url`, or None if there is no such key."""
+    """Return a content part's `type` if it names a medium, or else its first media key that has a value, or None."""
     found = part.get("type")
     if isinstance(found, str) and any(word in found.lower() for word in _MEDIA_WORDS):
         return found
@@ -117,13 +114,8 @@ def _is_present(value: Any) -> bool:
 
 
 def pixel_digest(image: Any) -> bytes:
-    """Return 16 bytes that identify an image's decoded pixels, regardless of the image's file format.
-
-    Args:
-        image: a decoded PIL.Image.
-
-    Returns:
-        blake2b(digest_size=16, person=b"reflogp.pixels.1") over mode, size, palette, transparency and pixels.
+    """Return 16 bytes that identify a decoded PIL.Image, whatever its file format: blake2b (person=b"reflogp.pixels.1") over
+    mode, size, palette, transparency and pixels.
     """
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"reflogp.pixels.1")
     palette = [image.palette.mode, image.getpalette(None)] if image.mode in ("P", "PA") else None
@@ -138,8 +130,7 @@ def pixel_digest(image: Any) -> bytes:
 def settings_digest(image_processor: Any) -> bytes:
     """Return 16 bytes that identify an image processor's settings, such as sizes, crops, means and pixel limits.
 
-    The digest does not depend on which library resizes images (PIL or torchvision), because their results differ only by
-    rounding.
+    PIL and torchvision resize images with results that differ only by rounding, so the library is not among them.
     """
     settings = {
         name: value
@@ -156,18 +147,9 @@ def _as_plain(value: Any) -> Any:
 
 
 def image_ids(image: bytes, settings: bytes, count: int) -> Int64s:
-    """Return the image ids that replace an image's tokens: `count` int64 numbers in [2**31, 2**32).
+    """Return the `count` image ids that replace an image's tokens, int64 in [2**31, 2**32).
 
-    Args:
-        image: the image's `pixel_digest`.
-        settings: the image processor's `settings_digest`.
-        count: number of image tokens that represent the image.
-
-    Examples:
-        >>> from reflogp.store.images import image_ids
-        >>> ids = image_ids(bytes(16), bytes(16), 4)
-        >>> bool((ids >= 2**31).all()), len(ids)
-        (True, 4)
+    `image` is the image's `pixel_digest`, and `settings` the image processor's `settings_digest`.
     """
     # The count is part of the hash: some processors give an image fewer tokens and different features if the row has more
     # images.
@@ -177,7 +159,7 @@ def image_ids(image: bytes, settings: bytes, count: int) -> Int64s:
 
 
 def image_token(config: Any) -> int | None:
-    """Return the id of the token whose embeddings the model replaces with image features; return None for a text-only model."""
+    """Return the id of the token whose embeddings the model replaces with image features; None for a text-only model."""
     found = getattr(config, "image_token_id", None)
     found = getattr(config, "image_token_index", None) if found is None else found
     return found if isinstance(found, int) else None
@@ -187,12 +169,11 @@ class ImageTokens:
     """Tokenizes text with images, given only the sizes and modes of the images.
 
     The pixels of the images do not affect the tokens that a processor returns. The processor is therefore called with blank
-    images, and its image processor runs once for each combination of sizes and modes. An image whose mode the image processor
-    does not accept is still refused, because the blank image has the same mode.
+    images, and its image processor runs once for each combination of sizes and modes.
 
     Args:
         processor: a transformers processor with a tokenizer and an image processor; it is not modified.
-        image_token_id: id of the image token; see `image_token`.
+        image_token_id: see `image_token`.
 
     Attributes:
         processor: a copy of the processor, which must be called only with blank images.
@@ -209,8 +190,7 @@ class ImageTokens:
         self._counts: dict[tuple[Kind, ...], tuple[int, ...]] = {}
 
     def ids(self, text: str, kinds: Sequence[Kind]) -> list[int]:
-        """Return the token ids of a text whose images have these sizes and modes. The image tokens in the result are not yet
-        replaced with image ids.
+        """Return the token ids of a text with such images, whose image tokens are not yet replaced.
 
         Raises the processor's errors, such as ValueError if the placeholders in the text do not match the images.
         """
@@ -219,10 +199,10 @@ class ImageTokens:
         return [int(token) for token in found]
 
     def counts(self, kinds: Sequence[Kind]) -> tuple[int, ...]:
-        """Return the number of image tokens for each image of a row. The number may depend on the row's other images.
+        """Return the number of image tokens for each image of a row, which may depend on the row's other images.
 
-        To count each image's tokens, the tokenizer's EOS token is put between the images. If there is no EOS token, the padding
-        token is used. Raises UsageError if the tokenizer has neither, or if the processor adds or removes such tokens.
+        To count each image's tokens, the tokenizer's EOS or padding token is put between the images. Raises UsageError if the
+        tokenizer has neither, or if the processor adds or removes such tokens.
         """
         kinds = tuple(kinds)
         if kinds not in self._counts:
@@ -243,14 +223,12 @@ class ImageTokens:
         return self._counts[kinds]
 
     def identified(self, ids: Sequence[int], images: Sequence[tuple[bytes, Kind]]) -> Int64s:
-        """Return `ids` as an int64 array in which image ids replace the image tokens.
+        """Return `ids`, from the method `ids`, as an int64 array in which image ids replace the image tokens.
 
-        Args:
-            ids: token ids that the method `ids` returned.
-            images: (`pixel_digest`, kind) of each image, in the order of the images in the text. The kind is the size and mode.
+        `images` are the (`pixel_digest`, kind) of each image, in the order of the images in the text.
 
-        Raises UsageError if the number of image tokens in `ids` is not the number that the images need, or if an image has
-        fewer than FEWEST_TOKENS tokens.
+        Raises UsageError if the number of image tokens is not the number that the images need, or if an image has fewer than
+        FEWEST_TOKENS tokens.
         """
         counts = self.counts([kind for _, kind in images]) if images else ()
         found: Int64s = np.array(ids, np.int64)
@@ -271,7 +249,6 @@ class ImageTokens:
 
 
 def kind_of_image(image: Any) -> Kind:
-    """Return the size and mode of a PIL.Image."""
     return (int(image.size[0]), int(image.size[1])), str(image.mode)
 
 
@@ -311,8 +288,7 @@ def _kinds(images: Any) -> Any:
 
 
 def _without_memory(value: Any) -> Any:
-    """Replace each floating-point array or tensor, such as the pixels, with an array or tensor of the same shape and dtype that
-    stores only a single zero. Return other values unchanged."""
+    """Replace each floating-point array or tensor, such as the pixels, with one of the same shape that stores a single zero."""
     if isinstance(value, list | tuple):
         return type(value)(_without_memory(entry) for entry in value)
     if isinstance(value, np.ndarray) and value.dtype.kind == "f":

@@ -30,14 +30,13 @@ TokenLists: TypeAlias = pa.Array | pa.ChunkedArray | Sequence[Sequence[int]]
 
 
 def token_lists(lists: TokenLists, name: str = "token ids") -> pa.LargeListArray:
-    """Return `lists` as one Arrow array of large_list<uint32>, without nulls.
+    """Return n lists of token ids as one Arrow array of large_list<uint32>, without nulls.
 
     Args:
-        lists: n lists of token ids, as an Arrow list array (any integer type, chunked or not) or Python lists.
+        lists: an Arrow list array (any integer type, chunked or not) or Python lists.
         name: what error messages call the lists.
 
-    Raises:
-        UsageError: `lists` does not contain lists of integers, a list or a token id is null, or an id is not in [0, 2**32).
+    Raises UsageError if there is anything but integers in [0, 2**32).
     """
     array: Any = one_array(lists) if isinstance(lists, pa.Array | pa.ChunkedArray) else _list_array(lists, name)
     if pa.types.is_null(array.type) and not len(array):  # the null type is Arrow's type for a column without rows
@@ -70,7 +69,7 @@ def token_lists(lists: TokenLists, name: str = "token ids") -> pa.LargeListArray
 def _list_array(lists: Sequence[Any], name: str) -> pa.Array:
     """Convert Python lists or numpy arrays to an Arrow list array.
 
-    No value type is passed to Arrow, because with int64, Arrow would truncate floats without an error.
+    Arrow gets no value type, because with int64, it would truncate floats without an error.
     """
     array: Any = None
     with suppress(pa.ArrowInvalid, OverflowError):  # raised for ranges, and for some numpy arrays with different dtypes
@@ -86,7 +85,6 @@ def _list_array(lists: Sequence[Any], name: str) -> pa.Array:
 
 
 def list_lengths(lists: pa.LargeListArray) -> npt.NDArray[np.int32]:
-    """Return the length of each list, int32 of shape (n,)."""
     offsets: npt.NDArray[np.int64] = lists.offsets.to_numpy()
     return np.diff(offsets).astype(np.int32)
 
@@ -132,10 +130,7 @@ def sequence_keys(prompt_ids: TokenLists, completion_ids: TokenLists) -> pa.Fixe
 
 
 def keys_as_words(keys: pa.Array | pa.ChunkedArray | Sequence[bytes]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """Return two uint64 arrays of shape (n,): the first and the last 8 bytes of each key, read as big-endian numbers.
-
-    Because of this byte order, the pairs of numbers sort in the same order as the keys.
-    """
+    """Return the first and the last 8 bytes of each key, uint64 of shape (n,), as big-endian numbers: pairs sort as keys do."""
     keys = one_array(keys) if isinstance(keys, pa.Array | pa.ChunkedArray) else pa.array(keys, KEY_TYPE)
     fixed = keys if pa.types.is_fixed_size_binary(keys.type) else keys.cast(KEY_TYPE)
     words = np.frombuffer(fixed.buffers()[1] or b"", dtype=">u8")[2 * fixed.offset : 2 * (fixed.offset + len(fixed))]

@@ -48,7 +48,6 @@ class Compacted:
     """The result of a compaction.
 
     Attributes:
-        shards_before, shards_after: number of shards in the table before and after the compaction.
         rows: number of rewritten rows; 0 if there was nothing to do.
         duplicates: number of rows that were dropped because another row has at least as many values for the same key.
         won: whether all merges were committed; False if another process replaced the same shards first.
@@ -65,8 +64,7 @@ class Compacted:
 
 @dataclass(frozen=True)
 class Damage:
-    """A damaged shard: its path, relative to the table's folder, what is wrong with it, and its number of rows according to the
-    log."""
+    """A damaged shard: its path in the table's folder, what is wrong with it, and its number of rows according to the log."""
 
     file: str
     problem: str
@@ -129,10 +127,9 @@ def compact(
 
 
 def compact_if_many(table: LogprobTable, allowed: int) -> Compacted | None:
-    """Merge the small shards if the table has more than `allowed` of them. Return None if nothing was merged.
+    """Merge the small shards if there are more than `allowed`. Return None if nothing was merged.
 
-    If the compaction fails, a warning is issued instead of an error, because the rows that the caller appended are already
-    committed.
+    A compaction that fails is a warning, because the rows that the caller appended are already committed.
     """
     if sum(shard.size < SMALL_BYTES for shard in table.shards()) <= allowed:
         return None
@@ -144,7 +141,6 @@ def compact_if_many(table: LogprobTable, allowed: int) -> Compacted | None:
 
 
 def _groups(shards: Sequence[Written], shard_bytes: int) -> Iterator[list[Written]]:
-    """Split shards into groups of consecutive shards with at most about `shard_bytes` together."""
     group: list[Written] = []
     for shard in shards:
         if group and sum(part.size for part in group) + shard.size > shard_bytes:

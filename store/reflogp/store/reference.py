@@ -16,7 +16,7 @@ from typing import Any, Literal, cast, get_args
 
 from reflogp.store.checkpoint import Checkpoint, read_checkpoint, resolve_model
 from reflogp.store.digests import FileIdentity, Progress, file_digests, require_unchanged
-from reflogp.store.errors import ContentMismatchError, FileChangedError, StoreFormatError, UsageError
+from reflogp.store.errors import ContentMismatchError, StoreFormatError, UsageError
 from reflogp.store.schema import FORMAT
 from reflogp.store.texts import counted, short_repr
 
@@ -131,7 +131,7 @@ class Reference:
         return short_repr("Reference", f"{self.reference_id}: {self.name} in {self.dtypes()}, {parts}")
 
     def dtypes(self) -> str:
-        """Return the dtypes as text, such as "bfloat16" or "bfloat16 with logits in float32"."""
+        """Return the dtypes as text, such as "bfloat16 with logits in float32"."""
         return self.dtype + (f" with logits in {self.lm_head_dtype}" if self.lm_head_dtype != self.dtype else "")
 
     def to_json(self) -> str:
@@ -157,7 +157,6 @@ class Reference:
 
 
 def check_format(number: int) -> None:
-    """Raise StoreFormatError if this version of reflogp is too old to read a store with this format number."""
     if number > FORMAT:
         raise StoreFormatError(
             f"store format {number} is too new for this version of reflogp, which reads formats up to {FORMAT}: upgrade reflogp"
@@ -201,12 +200,10 @@ def describe_reference(
 def describe_all_numerics(
     model: str, *, lm_head_dtype: str | None = None, revision: str | None = None, progress: Progress | None = None
 ) -> list[Reference]:
-    """Return a model's references for all compute dtypes.
+    """Return a model's references for all compute dtypes. The weights are hashed only once.
 
-    If `lm_head_dtype` is None, return two references for each compute dtype, one with logits in that dtype and one with logits
-    in float32. For the compute dtype float32, the two references are the same, so return only one. If `lm_head_dtype` is given,
-    return one reference for each compute dtype, with logits in `lm_head_dtype`. The other arguments and the errors are the same
-    as for `describe_reference`. The weights are hashed only once.
+    If `lm_head_dtype` is None, there are two for each compute dtype except float32: with logits in that dtype, and in float32.
+    The other arguments and the errors are the same as for `describe_reference`.
     """
     heads = (None, "float32") if lm_head_dtype is None else (lm_head_dtype,)
     files = read_reference_files(model, revision=revision, progress=progress)
@@ -220,7 +217,6 @@ class ReferenceFiles:
 
     Attributes:
         reference: the reference for these files and the dtypes given to `read_reference_files`.
-        checkpoint: the model's config and the paths of its files.
         digests: sha256 of each weight and code file, by path.
         identities: size and times of every file that can affect the model's output, by path.
     """
@@ -231,30 +227,15 @@ class ReferenceFiles:
     identities: dict[Path, FileIdentity]
 
     def require(self, reference: Reference) -> None:
-        """Raise ContentMismatchError if the files are not those of `reference`. The message names up to three changed files.
-
-        `reference` must have the dtypes that were given to `read_reference_files`, because reference ids depend on them.
-        """
-        if self.reference.reference_id == reference.reference_id:
-            return
-        adapter, known = self.checkpoint.adapter, reference.adapter or {}
-        weights = set(reference.weights)
-        changed = [file for file in self.checkpoint.weight_files if self.digests[file] not in weights]
-        if self.reference.config != reference.config:
-            changed.append(self.checkpoint.folder / "config.json")
-        if adapter is not None and self.digests[adapter.weight_file] != known.get("weights"):
-            changed.append(adapter.weight_file)
-        if adapter is not None and (self.reference.adapter or {}).get("config") != known.get("config"):
-            changed.append(adapter.folder / "adapter_config.json")
-        changed = changed or sorted(file for file in self.digests if file.suffix == ".py") or [self.checkpoint.folder]
-        named = ", ".join(map(str, changed[:3])) + (", …" if len(changed) > 3 else "")
-        raise ContentMismatchError(
-            f"{named} changed: the model's reference id is now {self.reference.reference_id}, not {reference.reference_id}. "
-            "Put the old files back, or run again with the new files (for a service: restart it)"
-        )
+        """Raise ContentMismatchError if the files are not those of `reference`, which must have the same dtypes."""
+        if self.reference.reference_id != reference.reference_id:
+            raise ContentMismatchError(
+                f"{self.checkpoint.folder} changed: the model's reference id is now {self.reference.reference_id}, not "
+                f"{reference.reference_id}. Put the old files back, or run again with the new files (for a service: restart it)"
+            )
 
     def require_unchanged(self) -> None:
-        """Raise FileChangedError if a file was written to, replaced or deleted since. Call this after the files were loaded."""
+        """Raise FileChangedError if a file was changed since. Call this after the files were loaded."""
         require_unchanged(self.identities)
 
     @contextmanager
@@ -274,15 +255,9 @@ def read_reference_files(
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> ReferenceFiles:
-    """Read a model's config, compute the digests of its files, and describe the reference.
-
-    The arguments and errors are the same as for `describe_reference`.
-    """
-    folder = resolve_model(model, revision)
-    checkpoint = read_checkpoint(folder)
+    """Read a model's config, compute the digests of its files, and describe the reference, as `describe_reference` does."""
+    checkpoint = read_checkpoint(resolve_model(model, revision))
     identities = {file: FileIdentity.at(file) for file in checkpoint.files()}
-    if read_checkpoint(folder) != checkpoint:
-        raise FileChangedError(f"{folder} changed while it was being read; run again when its files no longer change")
     digests = file_digests(checkpoint.hashed_files(), progress)
     reference = _reference_of(model, checkpoint, digests, dtype, lm_head_dtype)
     return ReferenceFiles(reference, checkpoint, digests, identities)
@@ -323,10 +298,7 @@ def _reference_of(
 
 
 def resolve_dtype(dtype: str, config: dict[str, Any]) -> Dtype:
-    """Check a dtype argument, and replace "checkpoint" with the dtype that config.json names (float32 if it names none).
-
-    Raises UsageError for an unknown dtype.
-    """
+    """Check a dtype argument, and replace "checkpoint" with the dtype that config.json names (float32 if it names none)."""
     if dtype == "checkpoint":
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in get_args(Dtype):
@@ -338,7 +310,7 @@ def resolve_dtype(dtype: str, config: dict[str, Any]) -> Dtype:
 
 
 def autocast_dtype(dtype: str) -> str | None:
-    """Return the dtype that torch.autocast casts to, such as "bfloat16" for "bfloat16-autocast", or None for a plain dtype."""
+    """Return "bfloat16" for "bfloat16-autocast", and None for a plain dtype."""
     return dtype.removesuffix(_AUTOCAST) if dtype.endswith(_AUTOCAST) else None
 
 

@@ -1,7 +1,6 @@
 """Declare the columns of shards, build and check tables with these columns, and encode tables as Arrow IPC streams.
 
-The Arrow schema, the table in docs/store-format.md and the README of an export follow from COLUMNS. reflogp's processes
-exchange tables as Arrow IPC streams, for example over HTTP.
+The Arrow schema, the table in docs/store-format.md and the README of an export follow from COLUMNS.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a shard: its name, its Arrow type, and what its values mean, with their unit."""
+    """A column of a shard: what its values mean, with their unit."""
 
     name: str
     type: pa.DataType
@@ -68,12 +67,10 @@ def check_top_k(top_k: int) -> None:
 
 
 def schema_of(top_k: int) -> pa.Schema:
-    """Return the schema of the shards of a table with the `top_k` most probable tokens, or without them (0)."""
     return _TOP_SCHEMA if top_k else SCHEMA
 
 
 def columns_table(top_k: int = 0) -> str:
-    """Return a Markdown table that describes the columns of a table."""
     columns = (*COLUMNS, *TOP_COLUMNS) if top_k else COLUMNS
     rows = [f"| `{column.name}` | {column.type} | {column.meaning} |" for column in columns]
     return "\n".join(["| column | type | meaning |", "| --- | --- | --- |", *rows])
@@ -89,17 +86,14 @@ def shard_table(
 ) -> pa.Table:
     """Build a table with the schema SCHEMA or, if `top` is given, with the TOP_COLUMNS too.
 
-    Two columns are computed: `scored_len` is the number of log-probs in each row, and `logp_sum` is the float64 sum of these
-    log-probs.
+    `scored_len` and `logp_sum` are computed.
 
     Args:
         keys: array of n keys, of type binary or fixed_size_binary(16).
         prompt_lens: number of tokens in each prompt, shape (n,).
-        completion_lens: number of tokens in each whole completion, shape (n,). A row may have fewer values than its completion
-            has tokens.
+        completion_lens: number of tokens in each whole completion, shape (n,), of which fewer may have values.
         token_logps: log-probs of the scored tokens of each completion, in nats, as an array of n float32 lists.
-        provenance: description of how the values were computed. Each row contains it as a JSON string. These strings take
-            almost no space in a shard, because their column is dictionary-encoded.
+        provenance: description of how the values were computed, which every row contains as JSON.
         top: the k most probable tokens: n lists of ids (int32), and n lists of log-probs (float32, rounded here to float16).
     """
     values = token_logps.cast(pa.list_(pa.float32()))
@@ -132,7 +126,7 @@ def _offsets(lists: pa.ListArray) -> pa.Array:
 
 
 def list_sums(lists: pa.ListArray, lengths: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.float64]:
-    """Return the float64 sum of the first `lengths[i]` values of each list i, or of all its values if `lengths` is None.
+    """Return the float64 sum of the first `lengths[i]` values of each list i (None: of all its values).
 
     Each list is summed separately, so a non-finite value affects only the sum of its own list.
     """
@@ -146,7 +140,7 @@ def list_sums(lists: pa.ListArray, lengths: npt.NDArray[np.int64] | None = None)
 
 
 def problem_of_rows(rows: pa.Table, top_k: int = 0) -> str | None:
-    """Return the reason why rows cannot be stored in a shard of a table with this `top_k`, or None if they are valid."""
+    """Return the reason why rows cannot be stored in a table with this `top_k`, or None."""
     schema = schema_of(top_k)
     if rows.schema.names != schema.names or rows.schema.types != schema.types:
         return f"columns have wrong names or types: got {rows.schema.names}, expected {schema.names}"
@@ -191,7 +185,7 @@ def _is_object(text: str) -> bool:
 
 
 def one_array(array: Any) -> Any:
-    """Return a chunked array as one Arrow array, by concatenating its chunks. Return any other array unchanged."""
+    """Return a chunked array as one Arrow array, and any other array unchanged."""
     if not isinstance(array, pa.ChunkedArray):
         return array
     if array.num_chunks == 1:
@@ -209,25 +203,16 @@ ARROW_STREAM = "application/vnd.apache.arrow.stream"
 _END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
-def stream_buffer(table: pa.Table) -> pa.Buffer:
-    """Encode a table as an Arrow IPC stream, and return it as an Arrow buffer."""
+def stream_bytes(table: pa.Table) -> bytes:
+    """Encode a table as an Arrow IPC stream."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
-    return sink.getvalue()
-
-
-def stream_bytes(table: pa.Table) -> bytes:
-    """Encode a table as an Arrow IPC stream, and return it as a bytes object."""
-    content: bytes = stream_buffer(table).to_pybytes()
-    return content
+    return bytes(sink.getvalue())
 
 
 def stream_messages(schema: pa.Schema, tables: Iterable[pa.Table]) -> Iterator[pa.Buffer]:
-    """Encode tables as one Arrow IPC stream, and yield its messages.
-
-    The concatenated messages equal the result of `stream_buffer` for the concatenated tables.
-    """
+    """Yield the messages of the Arrow IPC stream of all tables together."""
     yield schema.serialize()
     for table in tables:
         for batch in table.to_batches():

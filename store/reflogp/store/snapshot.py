@@ -1,8 +1,7 @@
 """Look up keys in a snapshot: one numbered, immutable state of one reference model's table.
 
-A snapshot keeps an index of all its keys in memory, at 36 bytes per row. A lookup finds in the index the number of values in
-each row and the sum of these values. The log-probs of individual tokens are read from the shards only if a request needs them.
-A snapshot never writes to the store.
+A snapshot keeps an index of all its keys in memory, at 36 bytes per row, with the number and sum of each row's values. The
+log-probs of individual tokens are read from the shards only if a request needs them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Access a store's files, in a local folder or an object store, through an Arrow filesystem.
 
-Object stores are accessed through delta-rs' client, so that the same credentials work for data files, reference.json and the
-Delta log.
+Object stores are accessed through delta-rs' client, with the same credentials as the Delta log.
 """
 
 from __future__ import annotations
@@ -78,8 +77,6 @@ def translate_errors(what: str) -> Iterator[None]:
 def normalize_uri(uri: str | os.PathLike[str]) -> str:
     """Return the absolute path of a local folder, or a URI (s3://, gs://, az://, …) without a trailing slash.
 
-    The prefix file:// is removed.
-
     Raises UsageError for a URI with a single slash after the colon, and for a local path that contains an escape such as %20.
     """
     text = os.fspath(uri)
@@ -118,10 +115,7 @@ def is_local(uri: str) -> bool:
 
 
 def may_exist(uri: str) -> bool:
-    """Return whether there may be a store at `uri`: False only if `uri` is a local path at which there is no folder.
-
-    The result is always True for object stores, which have no folders.
-    """
+    """Return False only if `uri` is a local path at which there is no folder: object stores have no folders."""
     return not is_local(uri) or Path(uri).is_dir()
 
 
@@ -130,8 +124,7 @@ def open_filesystem(
 ) -> pafs.FileSystem:
     """Return an Arrow filesystem whose root is `uri`: Arrow's own for a local folder, and delta-rs' for an object store.
 
-    Args:
-        sizes: dict from path to size in bytes, of files that never change. An object store is not asked for their sizes.
+    `sizes` has the sizes in bytes of files that never change, for which an object store is not asked.
 
     Raises UsageError for a scheme that delta-rs does not support; other errors of delta-rs are passed on.
     """
@@ -146,18 +139,14 @@ def open_filesystem(
 
 
 def require_scheme(uri: str, options: dict[str, str] | None = None) -> None:
-    """Raise UsageError for a scheme that delta-rs does not support. This function does not check whether the storage can be
-    reached."""
+    """Raise UsageError for a scheme that delta-rs does not support. Whether the storage can be reached is not checked."""
     if not is_local(uri):
         with contextlib.suppress(*STORAGE_ERRORS):
             open_filesystem(uri, options)
 
 
 def make_folder(uri: str) -> None:
-    """Create a local store's folder; do nothing for an object store.
-
-    Raises StoreUnavailableError if the folder cannot be created.
-    """
+    """Create a local store's folder; do nothing for an object store."""
     if is_local(uri):
         try:
             Path(uri).mkdir(parents=True, exist_ok=True)
@@ -166,10 +155,7 @@ def make_folder(uri: str) -> None:
 
 
 def write_file(filesystem: pafs.FileSystem, path: str, data: bytes | pa.Buffer) -> None:
-    """Write a file. If an error interrupts the write, delete the file at `path`.
-
-    In an object store, the file appears at `path` only when it is complete.
-    """
+    """Write a file. If an error interrupts the write, delete what was written."""
     try:
         with filesystem.open_output_stream(path, buffer_size=_WRITE_BUFFER) as sink:
             view = memoryview(data)
@@ -191,20 +177,14 @@ def read_file(filesystem: pafs.FileSystem, path: str) -> bytes | None:
 
 
 def list_files(filesystem: pafs.FileSystem, folder: str = "") -> dict[str, int]:
-    """Return a dict from the path of each file in a folder to its size in bytes. Files in subfolders are not included.
-
-    The dict is empty if the folder does not exist.
-    """
+    """Return a dict from the path of each file in a folder, without subfolders, to its size in bytes; {} without the folder."""
     entries = filesystem.get_file_info(pafs.FileSelector(folder, allow_not_found=True))
     return {entry.path.lstrip("/"): int(entry.size) for entry in entries if entry.type == pafs.FileType.File}
 
 
 def sentence(error: BaseException) -> str:
-    """Return the message of a storage error as one line.
-
-    If the message contains XML with a <Message> element, return only the text of this element. Otherwise, if the message has
-    several lines, join the first and the last line with a colon, ignoring lines that begin with "at ". ANSI color codes are
-    removed. If nothing is left, return the name of the error's class.
+    """Return the message of a storage error as one line: an XML answer's <Message>, or the first and the last line, without
+    lines that begin with "at " and without color codes. If nothing is left, return the name of the error's class.
     """
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     said = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)

@@ -120,7 +120,7 @@ class Store:
         return LogprobTable(self._table_uri(found.reference_id), found, self._options)
 
     def _not_found(self, reference: Reference | str, others: Sequence[Reference]) -> ReferenceNotFoundError:
-        there = ", ".join(f"{other.reference_id} ({other.name}, {other.dtype})" for other in others) or "none"
+        there = _named(others)
         if isinstance(reference, str):
             return ReferenceNotFoundError(f"the store {self.uri} has no reference {reference}; its references: {there}")
         wanted = (reference.weights, reference.config, reference.adapter)
@@ -138,14 +138,9 @@ class Store:
         )
 
     def held(self, candidates: Sequence[Reference]) -> list[Reference]:
-        """Return the references in `candidates` for which the store has a table. The list is empty if there is no store at the
-        URI.
+        """Return the references in `candidates` for which the store has a table, also if there is no store at the URI.
 
-        Raises:
-            UsageError: the URI points to something that is not a store.
-            DamagedStoreError: the reference.json of a reference in `candidates` is damaged.
-            StoreFormatError: the store was written by a newer version of reflogp.
-            StoreUnavailableError: the store cannot be read.
+        Raises the errors of `references`, except StoreNotFoundError.
         """
         self._refuse_what_is_no_store()
         if not storage.may_exist(self.uri):
@@ -228,28 +223,19 @@ class Store:
         return tables
 
     def _refuse_what_is_no_store(self) -> None:
-        """Raise UsageError if the URI leads to a file, a model folder or a Delta table. None of these is a store: a store is a
-        folder with one subfolder per reference model. In an object store, only Delta tables are detected."""
+        """Raise UsageError if the URI leads to a file, a model folder or a Delta table on this machine."""
         if storage.is_local(self.uri):
             if Path(self.uri).is_file():
                 raise UsageError(f"{self.uri} is a file, but a store is a folder")
             if Path(self.uri, "config.json").exists():
                 raise UsageError(f"{self.uri} is a model folder; choose a different folder for the store")
-            is_table = Path(self.uri, "_delta_log").exists()
-        else:
-            with storage.translate_errors(f"the store {self.uri} cannot be read"):
-                is_table = any(path.endswith(".json") for path in storage.list_files(self._root(), "_delta_log"))
-        if is_table:
-            raise UsageError(f"{self.uri} is a Delta table, not a reflogp store; nothing was read or written")
+            if Path(self.uri, "_delta_log").exists():
+                raise UsageError(f"{self.uri} is a Delta table, not a reflogp store; nothing was read or written")
 
     def _entries(self) -> dict[str, pafs.FileType]:
         """Return a dict from the name of each entry in the store's folder to its type, or {} if the folder does not exist."""
-        return {
-            entry.base_name: entry.type for entry in self._root().get_file_info(pafs.FileSelector("", allow_not_found=True))
-        }
-
-    def _root(self) -> pafs.FileSystem:
-        return storage.open_filesystem(self.uri, self._options)
+        root = storage.open_filesystem(self.uri, self._options)
+        return {entry.base_name: entry.type for entry in root.get_file_info(pafs.FileSelector("", allow_not_found=True))}
 
     def _table_uri(self, reference_id: str, top_k: int = 0) -> str:
         return f"{self.uri}/{reference_id}/{f'top-{top_k}' if top_k else _TABLE_FOLDER}"
@@ -285,18 +271,11 @@ def choose_reference(
 ) -> tuple[Reference, str]:
     """Choose a model's dtype: `dtype` itself or, if it is "auto", the dtype of the model's log-probs in the store.
 
-    Return the model's reference in this dtype, and the reason for the choice.
-
     Args:
-        store: the store to search for the model.
-        model: folder or hub id of the model.
-        dtype: a dtype that describe_reference accepts, or "auto" for the dtype in which the model's log-probs in the store were
-            computed.
-        otherwise: dtype to use if `dtype` is "auto" and the store has no log-probs of the model, or None to raise an error in
-            this case.
-        lm_head_dtype: "float32" for logits in float32, or None for logits in the model's dtype. If `dtype` is "auto", None also
-            allows a reference in the store that has logits in float32.
-        revision, progress: passed to describe_reference.
+        otherwise: dtype to use if `dtype` is "auto" and the store has no log-probs of the model, or None for an error.
+        lm_head_dtype: "float32" for logits in float32, or None for logits in the model's dtype. If `dtype` is "auto", None
+            also allows a reference in the store that has logits in float32.
+        model, dtype, revision, progress: as in `describe_reference`.
 
     Returns:
         (reference, reason). The reason is a sentence without a full stop, or "" if the dtype was given.
@@ -305,8 +284,6 @@ def choose_reference(
         StoreNotFoundError: `dtype` is "auto", `otherwise` is None, and there is no store.
         ReferenceNotFoundError: `dtype` is "auto", `otherwise` is None, and the store has no log-probs of the model.
         UsageError: `dtype` is "auto", and the store has log-probs of the model that were computed in several dtypes.
-
-    Errors of `describe_reference` and, if `dtype` is "auto", of `Store.held` are passed on.
     """
     if dtype != AUTO:
         return describe_reference(model, dtype, lm_head_dtype=lm_head_dtype, revision=revision, progress=progress), ""
@@ -315,30 +292,19 @@ def choose_reference(
     if len(held) == 1:
         return held[0], f"dtype {held[0].dtypes()}: {store.uri} has values of this model in this dtype"
     if held:
-        raise several_held(store.uri, model, held)
+        raise UsageError(
+            f"{store.uri} has values of {model} in {' and in '.join(reference.dtypes() for reference in held)}: say which one "
+            f"to use (--dtype, or dtype= in Python){_logits_option(held)}"
+        )
     if otherwise is None:
-        others = store.references()
-        there = ", ".join(f"{known.reference_id} ({known.name}, {known.dtype})" for known in others) or "none"
+        there = _named(store.references())
         raise ReferenceNotFoundError(f"the store {store.uri} has no values of {described[0].name}; its references: {there}")
-    found = in_dtype(described, otherwise, lm_head_dtype)
+    found = next(one for one in described if one.dtype == otherwise and (lm_head_dtype or one.lm_head_dtype == otherwise))
     return found, f"dtype {found.dtypes()}: the default, because {store.uri} has no values of this model yet"
 
 
-def in_dtype(described: Sequence[Reference], dtype: str, lm_head_dtype: str | None) -> Reference:
-    """Return the reference in `described` whose dtype is `dtype`.
-
-    `described` must be the result of `describe_all_numerics` with the same `lm_head_dtype`. If `lm_head_dtype` is None, the
-    returned reference has logits in `dtype`.
-    """
-    return next(found for found in described if found.dtype == dtype and (lm_head_dtype or found.lm_head_dtype == dtype))
-
-
-def several_held(place: str, model: str, held: Sequence[Reference]) -> UsageError:
-    """Return the error to raise if a store or service has log-probs of a model that were computed in several dtypes."""
-    return UsageError(
-        f"{place} has values of {model} in {' and in '.join(reference.dtypes() for reference in held)}: say which one to use "
-        f"(--dtype, or dtype= in Python){_logits_option(held)}"
-    )
+def _named(references: Sequence[Reference]) -> str:
+    return ", ".join(f"{one.reference_id} ({one.name}, {one.dtype})" for one in references) or "none"
 
 
 def _logits_option(held: Sequence[Reference]) -> str:

@@ -37,8 +37,7 @@ class Appended:
     Attributes:
         snapshot: number of a snapshot that contains all the rows.
         written: number of rows that were committed.
-        already_there: number of rows that were skipped, because the table or another appended row has at least as many values
-            for the same key.
+        already_there: number of rows that were skipped, because there are at least as many values for the same key.
     """
 
     snapshot: int
@@ -207,7 +206,6 @@ class LogprobTable(TableLog):
     export = export
 
     def forget_snapshots(self) -> None:
-        """Forget the earlier snapshots whose index is in memory."""
         self._pinned.clear()
 
     def _latest_snapshot(self) -> Snapshot:
@@ -228,13 +226,10 @@ class LogprobTable(TableLog):
 
 
 def without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
-    """Return only the rows that have more values than the snapshot, or than another of the rows, has for the same key.
+    """Return the rows that have more values than the snapshot, or than another of the rows, has for their key.
 
-    If the snapshot has some values for the key of a returned row, these stored values replace the first values of that row, and
-    the row's provenance contains theirs as "begins_with".
-
-    If no row is changed or omitted, `rows` itself is returned. In that case, a shard that was already written from these rows
-    is still valid.
+    Values that the snapshot has replace the first values of a row, and the row's provenance contains theirs as "begins_with".
+    If no row is changed or omitted, `rows` itself is returned: a shard that was written from these rows is still valid.
     """
     keys, lengths = one_array(rows["key"]), rows["scored_len"].to_numpy()
     found = snapshot.find(keys)
@@ -262,7 +257,7 @@ def without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
 
 
 def _beginning_with(rows: pa.Table, stored: list[Any], provenances: list[dict[str, Any]]) -> pa.Table:
-    """Return the rows with each row's first values replaced by the values that are stored for its key."""
+    """Replace each row's first values by the values that are stored for its key."""
     values = one_array(rows["token_logps"]).to_pylist()
     for row, beginning in zip(values, stored, strict=True):
         row[: len(beginning)] = beginning.tolist()
@@ -277,7 +272,7 @@ def _beginning_with(rows: pa.Table, stored: list[Any], provenances: list[dict[st
 
 
 def _top_beginning_with(rows: pa.Table, stored: list[tuple[npt.NDArray[Any], ...]]) -> pa.Table:
-    """Do what `_beginning_with` does for the most probable tokens. `stored` has the TOP_COLUMNS of each row's stored values."""
+    """Do the same for the most probable tokens. `stored` has the TOP_COLUMNS of each row's stored values."""
     columns = {name: rows[name] for name in rows.column_names}
     for at, column in enumerate(TOP_COLUMNS):
         lists = one_array(rows[column.name]).to_pylist()

@@ -1,10 +1,7 @@
 """Shorten, mask and format text for error messages, logs, pages and reports.
 
-An error message can quote text from a chat template or a dataset, such as a column name or a value. Quoted text can have any
-length and contain any characters. Code that stores or prints an error message must therefore first pass the message through
-`shortened`. `visible` writes control characters and invisible characters as escapes. `hide_secrets` removes credentials from
-URIs. `LineFormatter` prevents quoted text in a log record from looking like a separate record. The other functions format
-numbers, sizes, times and reprs.
+An error message can quote text of any length from a chat template or a dataset. Code that stores or prints a message must
+therefore first pass it through `shortened`.
 """
 
 from __future__ import annotations
@@ -22,8 +19,7 @@ _BETWEEN = " … "
 
 
 def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
-    """Shorten a text to at most `most` characters by cutting out its middle. The end of the text is kept, because an error
-    message often says at its end what the user can do.
+    """Cut out the middle of a text longer than `most` characters: its end often says what the user can do.
 
     Lone surrogates are written as escapes, so that the result can always be encoded.
     """
@@ -37,8 +33,7 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
 
 
 def shortened_names(names: list[str], most: int = MOST_CHARACTERS // 2) -> str:
-    """Join names with commas. Each name is shortened to a quarter of `most` characters. If the list would exceed `most`
-    characters, the last names are left out, and their number is given instead."""
+    """Join names, each shortened to a quarter of `most` characters, with commas, and count those that do not fit."""
     shown: list[str] = []
     room = most
     for name in names:
@@ -51,15 +46,11 @@ def shortened_names(names: list[str], most: int = MOST_CHARACTERS // 2) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a number with its noun, such as "1 row" or "1,200 rows"."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def short_repr(name: str, *lines: str) -> str:
-    """Return a repr that consists of the class name `name` and the non-empty `lines`.
-
-    Each line is shortened, its secrets are hidden, and its control or invisible characters are written as escapes.
-    """
+    """Return a repr of the class name and the non-empty `lines`, which are made safe to print."""
     shown = [visible(shortened_without_secrets(line)) for line in lines if line]
     if len(shown) == 1:
         return f"{name}({shown[0]})"
@@ -72,8 +63,7 @@ _BINARY = [(1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"
 
 
 def number(value: float) -> str:
-    """Format a number, for example as 12,345. Fractional values between -100 and 100 are rounded to three significant digits,
-    for example to 12.3. Other values are rounded to integers."""
+    """Format a number, for example as 12,345, or as 12.3 if it is between -100 and 100 and no integer."""
     if isinstance(value, float) and (not math.isfinite(value) or (abs(value) < 100 and not value.is_integer())):
         return f"{value:.3g}".replace("-", "−")
     return f"{round(value):,}".replace("-", "−")
@@ -88,11 +78,7 @@ def short_number(value: float) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """Format part / whole as a percentage, such as 31.4%. If `whole` is 0, return "–".
-
-    Percentages are rounded down to one decimal place, so that a `part` smaller than `whole` is never shown as 100%. Positive
-    percentages below 0.1% are shown as "<0.1%".
-    """
+    """Format part / whole as a percentage, rounded down, such as 31.4%, "<0.1%", or "–" if `whole` is 0."""
     if whole <= 0:
         return "–"
     if 0 < part / whole < 0.001:
@@ -142,14 +128,9 @@ _SECRET = re.compile(
 
 
 def visible(text: str, keep: str = "") -> str:
-    """Return `text` with every character that is neither printable (`str.isprintable`) nor a space written as an escape, such
-    as ``\\x1b`` or ``\\u202e``.
+    """Write every character that is neither printable nor a space nor in `keep` as an escape, such as ``\\x1b`` or ``\\u202e``.
 
-    When the result is printed, it cannot control the terminal or change the order of the characters in a line. Letters of all
-    scripts are unchanged.
-
-    Args:
-        keep: characters to leave unchanged, such as "\\n" in multi-line text.
+    When the result is printed, it cannot control the terminal or change the order of the characters in a line.
     """
     if text.isprintable():
         return text
@@ -161,31 +142,27 @@ def _escaped(character: str) -> str:
 
 
 def hide_secrets(text: str) -> str:
-    """Return `text` with the user name, password, query and fragment removed from every URI, because these parts can contain
-    secrets.
+    """Remove the user name, password, query and fragment from every URI, and the values of parameters such as `token`.
 
-    ``https://user:password@host/a.jsonl?sig=x`` becomes ``https://host/a.jsonl?…``. The values of parameters that usually
-    contain secrets, such as `token`, are hidden even outside of URIs.
+    ``https://user:password@host/a.jsonl?sig=x`` becomes ``https://host/a.jsonl?…``.
     """
     return _SECRET.sub(r"\1=…", _URI.sub(_without_secrets, text))
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message that is not blank, or the name of the error's type if there is none."""
+    """Return the first line of an error's message that is not blank, or the name of the error's type."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def shortened_without_secrets(text: str) -> str:
-    """Hide secrets in a text, then shorten it. Secrets are hidden first, because a secret that has been cut might not be
-    recognized."""
+    """Hide secrets in a text first, because a secret that has been cut might not be recognized; then shorten it."""
     return shortened(hide_secrets(text))
 
 
 class LineFormatter(logging.Formatter):
-    """A log formatter that writes a record as one line of plain text, with the lines of a traceback indented below it.
+    """Writes a record as one line of plain text without secrets, with the lines of a traceback indented below it.
 
-    Quoted text in a message or an exception therefore cannot look like a new record or control a terminal. Secrets in URIs are
-    hidden.
+    Quoted text therefore cannot look like a new record or control a terminal.
     """
 
     def format(self, record: logging.LogRecord) -> str:

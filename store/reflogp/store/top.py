@@ -21,13 +21,7 @@ class ValuesTable:
     """The values that a run computes: log-probs, and with `top`, the most probable tokens of each position too.
 
     Rows are appended to both tables, so that whoever needs no most probable tokens does not read them. A key's values are there
-    if both tables have them.
-
-    Args:
-        others: tables with more most probable tokens than `top`, in which values are looked up too.
-
-    Attributes:
-        top_k: number of most probable tokens that appended rows have.
+    if both tables have them. In the tables `others`, with more most probable tokens, values are looked up too.
     """
 
     def __init__(self, base: LogprobTable, top: LogprobTable | None = None, others: Sequence[LogprobTable] = ()) -> None:
@@ -47,7 +41,7 @@ class ValuesTable:
         return ValuesSnapshot(self._base.snapshot(), TopSnapshot(tops) if tops else None)
 
     def append(self, rows: pa.Table) -> Appended:
-        """See LogprobTable.append. The snapshot's number is that of a ValuesSnapshot."""
+        """See LogprobTable.append."""
         appended = self._base.append(rows.select(SCHEMA.names))
         return appended if self._top is None else replace(self._top.append(rows), snapshot=appended.snapshot)
 
@@ -58,12 +52,6 @@ class ValuesTable:
 
 
 class ValuesSnapshot:
-    """A snapshot of a ValuesTable; see Snapshot.
-
-    Attributes:
-        number: number of the snapshot of the table without most probable tokens.
-    """
-
     def __init__(self, base: Snapshot, top: TopSnapshot | None) -> None:
         self._base, self._top = base, top
         self.number = base.number
@@ -76,18 +64,13 @@ class ValuesSnapshot:
 
 
 class ValuesFound:
-    """The result of a lookup in a ValuesSnapshot.
-
-    Attributes:
-        lengths: number of values of each key that all tables have, or -1 for a miss; int32 (n,).
-    """
+    """The result of a lookup in a ValuesSnapshot. `lengths` are those that all tables have."""
 
     def __init__(self, base: Found, top: TopFound | None) -> None:
         self._base, self._top = base, top
         self.lengths: npt.NDArray[np.int32] = base.lengths if top is None else np.minimum(base.lengths, top.lengths)
 
     def provenances(self, some: Int64s) -> Iterator[dict[str, Any]]:
-        """See Found.provenances. Those of each table are yielded, also for keys that another table lacks."""
         yield from self._base.provenances(some)
         if self._top is not None:
             yield from self._top.provenances(some)
@@ -104,11 +87,7 @@ class TopSnapshot:
 
 
 class TopFound:
-    """The result of a lookup in a TopSnapshot.
-
-    Attributes:
-        lengths: number of positions of each key that have most probable tokens, or -1 for a miss; int32 (n,).
-    """
+    """The result of a lookup in a TopSnapshot, with methods like those of Found."""
 
     def __init__(self, found: list[Found]) -> None:
         self._found = found
@@ -117,12 +96,10 @@ class TopFound:
         self.lengths: npt.NDArray[np.int32] = lengths.max(0)
 
     def provenances(self, some: Int64s) -> Iterator[dict[str, Any]]:
-        """See Found.provenances."""
         for number, of in enumerate(self._found):
             yield from of.provenances(some[self._table[some] == number])
 
     def top(self, k: int, some: Int64s) -> list[TopValues | None]:
-        """See Found.top."""
         values: list[TopValues | None] = [None] * len(some)
         for number, of in enumerate(self._found):
             places = np.flatnonzero(self._table[some] == number)

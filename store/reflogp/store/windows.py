@@ -1,8 +1,6 @@
 """Apply a trainer's truncation to tokenized rows: find the sequences to look up, and how many log-probs of each are needed.
 
-Truncation follows TRL's `max_length` and `truncation_mode` (trl/trainer/dpo_trainer.py, DataCollatorForPreference). With
-keep_start, the log-probs of a truncated sequence are the first log-probs of the whole sequence, because a causal model's
-log-probs do not depend on later tokens. Scoring and joining both use this module, so they compute the same keys for a row.
+Truncation follows TRL's `max_length` and `truncation_mode` (trl/trainer/dpo_trainer.py, DataCollatorForPreference).
 """
 
 from __future__ import annotations
@@ -24,14 +22,7 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """The settings in a trainer's config that affect a row's log-probs.
-
-    Attributes:
-        max_length: maximum number of tokens in prompt and completion together, or None for no limit.
-        truncation_mode: "keep_start" or "keep_end".
-        ld_alpha: LD-DPO's weight for tokens beyond the length of the pair's shorter completion, or None to give all tokens the
-            same weight.
-    """
+    """The settings in a trainer's config that affect a row's log-probs; see `join_logps`."""
 
     max_length: int | None = None
     truncation_mode: str = "keep_start"
@@ -39,13 +30,10 @@ class TrainerSettings:
 
     @property
     def scored_apart(self) -> dict[str, Any]:
-        """Return the settings for which a dataset must be scored separately, as a dict of keyword arguments.
+        """The settings (as keyword arguments) for which a dataset must be scored separately: those of keep_end, if max_length
+        is set.
 
-        The dict contains max_length and truncation_mode if max_length is set and the mode is keep_end. Otherwise, the dict is
-        empty.
-
-        keep_start needs no separate scoring, because the needed values are the first values of the whole sequence. ld_alpha
-        needs no separate scoring either, because it is applied later, to the stored values of individual tokens.
+        keep_start needs the first values of the whole sequence, and ld_alpha is applied to the stored values of single tokens.
         """
         if self.truncation_mode == "keep_start" or self.max_length is None:
             return {}
@@ -59,12 +47,10 @@ class Windows:
     If a sequence has no prompt token, its first completion token is moved to the prompt.
 
     Attributes:
-        prompt_ids: token ids of the n prompts, large_list<uint32>.
-        completion_ids: token ids of the n completions, large_list<uint32>; with keep_start, these are whole completions, even
-            if only their first tokens are needed.
+        prompt_ids, completion_ids: token ids, large_list<uint32>; with keep_start, completions are whole.
         needed: number of values needed from the start of each completion, int64 of shape (n,).
-        dropped: True for each sequence whose row TRL removes because the prompt alone fills max_length (only with keep_start),
-            bool of shape (n,).
+        dropped: True for each sequence whose row TRL removes because the prompt alone fills max_length (only with
+            keep_start), bool of shape (n,).
     """
 
     prompt_ids: pa.LargeListArray
@@ -81,10 +67,10 @@ class WindowLengths:
     """What truncation does to n sequences, computed from their lengths.
 
     Attributes:
-        cut_prompts, cut_completions: number of tokens that are removed from the start of each prompt and completion (only with
-            keep_end), int64 of shape (n,).
-        bare: True for each sequence of which no prompt token remains, so that the first remaining completion token becomes the
-            prompt, bool of shape (n,).
+        cut_prompts, cut_completions: number of tokens that are removed from the start of each prompt and completion (only
+            with keep_end), int64 (n,).
+        bare: True for each sequence of which no prompt token remains, so that the first remaining completion token becomes
+            the prompt, bool (n,).
         needed, dropped: see Windows.
     """
 
@@ -129,14 +115,7 @@ def windows(
     different sequence, with a different key. In both modes, if no prompt token remains, the first remaining completion token
     becomes the prompt and has no log-prob, exactly as in TRL's shifted loss.
 
-    Args:
-        prompt_ids: token ids of the prompts, n lists.
-        completion_ids: token ids of the prompts' completions, n lists.
-        max_length: maximum number of tokens in prompt and completion together, or None for no limit.
-        truncation_mode: "keep_start" or "keep_end".
-
-    Raises:
-        UsageError: the mode is unknown, max_length is below 1, or the lists do not contain token ids.
+    Raises UsageError if the mode is unknown, max_length is below 1, or the lists do not contain token ids.
     """
     check_truncation(max_length, truncation_mode)
     prompts, completions = token_lists(prompt_ids, "prompt_ids"), token_lists(completion_ids, "completion_ids")
@@ -150,7 +129,6 @@ def windows(
 
 
 def check_truncation(max_length: int | None, truncation_mode: str) -> None:
-    """Raise UsageError if max_length is below 1 or truncation_mode is unknown."""
     if truncation_mode not in get_args(TruncationMode):
         raise UsageError(f"truncation_mode {truncation_mode!r}: use {' or '.join(map(repr, get_args(TruncationMode)))}")
     if max_length is not None and max_length < 1:
@@ -158,12 +136,7 @@ def check_truncation(max_length: int | None, truncation_mode: str) -> None:
 
 
 def without_first(lists: pa.LargeListArray, cut: Int64s) -> pa.LargeListArray:
-    """Remove the first `cut[i]` values from list i, for every i.
-
-    Args:
-        lists: large_list<uint32>, n lists without nulls, as returned by `keys.token_lists`.
-        cut: number of values to remove from each list, at most the length of that list, int64 of shape (n,).
-    """
+    """Remove the first `cut[i]` values from list i, for every i. `lists` is from `token_lists`; `cut` is int64 (n,)."""
     if not cut.any():
         return lists
     offsets = lists.offsets.to_numpy()
@@ -182,7 +155,6 @@ def _first_token_as_prompt(
 
 
 def _gather(values: npt.NDArray[np.uint32], starts: Int64s, stops: Int64s) -> pa.LargeListArray:
-    """Return the lists values[starts[i]:stops[i]]."""
     lengths = stops - starts
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
