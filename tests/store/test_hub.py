@@ -35,7 +35,7 @@ def run(server, tmp_path):
 
     Each call is a process, since huggingface_hub reads its settings only once.
     """
-    program = "import reflogp.store.exchange as e; e.SHARD_BYTES = 20_000\n"  # several files
+    program = "import reflogp.store.maintenance as m; m.SHARD_BYTES = 20_000\n"  # several files
     program += "from reflogp.cli import main; main()"
 
     def call(*words: str, token: str = TOKEN, **variables: str) -> tuple[int, str]:

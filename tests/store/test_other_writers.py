@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, WriterProperties, write_deltalake
 
-from reflogp.store import Store, UsageError, import_folder
+from reflogp.store import Store, UsageError, import_folder, maintenance
 from tests.store.rows import REFERENCE, some_rows
 
 TABLES, SMALL_GROUPS = 12, WriterProperties(max_row_group_size=64, write_batch_size=64)
@@ -50,7 +50,7 @@ def looked_up(table, keys: list[bytes]) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("seed", range(TABLES))
-def test_no_operation_loses_a_row(tmp_path, seed):
+def test_no_operation_loses_a_row(tmp_path, monkeypatch, seed):
     source = random.Random(seed)
     table = Store(tmp_path / "store").create_table(REFERENCE)
     for batch in range(source.randrange(2, 12)):
@@ -63,7 +63,8 @@ def test_no_operation_loses_a_row(tmp_path, seed):
         source.choice([optimized, z_ordered, rewritten, left_alone])(table.uri, source)
         operation = source.choice(["compact", "only_small", "verify", "export", "append", "reopen", "vacuum"])
         if operation == "compact":
-            table.compact(shard_bytes=source.choice([5_000, 50_000, 1 << 27]))
+            monkeypatch.setattr(maintenance, "SHARD_BYTES", source.choice([5_000, 50_000, 1 << 27]))
+            table.compact()
         elif operation == "only_small":
             table.compact(only_small=True)
         elif operation == "append":

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from reflogp.store.digests import Progress
 from reflogp.store.errors import UsageError
-from reflogp.store.maintenance import SHARD_BYTES, merged_rows
+from reflogp.store.maintenance import merged_rows
 from reflogp.store.reference import REFERENCE_FILE, Reference
 from reflogp.store.schema import TOP_COLUMNS, columns_table, problem_of_rows, schema_of
 from reflogp.store.shard import write_shard
@@ -57,7 +57,7 @@ def export(table: LogprobTable, folder: str, number: int | None = None, progress
     rows = files = 0
     try:
         (partial / "data").mkdir(parents=True)
-        for part in merged_rows(table, snapshot, SHARD_BYTES) if len(snapshot) else [schema_of(table.top_k).empty_table()]:
+        for part in merged_rows(table, snapshot) if len(snapshot) else [schema_of(table.top_k).empty_table()]:
             write_shard(part, partial / f"data/part-{files:05}.parquet")
             rows, files = rows + len(part), files + 1
             if progress:

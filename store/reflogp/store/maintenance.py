@@ -79,13 +79,7 @@ class Dropped:
     snapshot: int
 
 
-def compact(
-    table: LogprobTable,
-    *,
-    only_small: bool = False,
-    shard_bytes: int = SHARD_BYTES,
-    progress: Progress | None = None,
-) -> Compacted:
+def compact(table: LogprobTable, *, only_small: bool = False, progress: Progress | None = None) -> Compacted:
     """Merge consecutive shards, and drop rows of which a longer row has the same key. The order of rows is kept, because rows
     that were scored together are read together.
 
@@ -94,8 +88,7 @@ def compact(
     Args:
         table: the table to compact.
         only_small: if True, merge only shards smaller than 32 MiB, as scoring does automatically when a table has many of them.
-            If False, merge all shards that have less than half of `shard_bytes`, and rewrite those with rows to drop.
-        shard_bytes: approximate size of the new shards in bytes; 128 MiB by default.
+            If False, merge all shards that have less than 64 MiB, and rewrite those with rows to drop.
         progress: called with (rows written, total rows).
 
     Returns:
@@ -107,10 +100,10 @@ def compact(
     """
     shards = table.shards()
     live = table.snapshot().live_rows()
-    small = SMALL_BYTES if only_small else shard_bytes // 2
+    small = SMALL_BYTES if only_small else SHARD_BYTES // 2
     has_dead_rows = {path for path, rows in live.items() if rows is not None and not only_small}
     chosen = [shard for shard in shards if shard.path in live and (shard.size < small or shard.path in has_dead_rows)]
-    groups = [group for group in _groups(chosen, shard_bytes) if len(group) > 1 or group[0].path in has_dead_rows]
+    groups = [group for group in _groups(chosen) if len(group) > 1 or group[0].path in has_dead_rows]
     total, read, written, won = sum(shard.rows for group in groups for shard in group), 0, 0, True
     with translate_errors(f"the store {table.uri} cannot be compacted"):
         for group in groups:
@@ -140,10 +133,10 @@ def compact_if_many(table: LogprobTable, allowed: int) -> Compacted | None:
         return None
 
 
-def _groups(shards: Sequence[Written], shard_bytes: int) -> Iterator[list[Written]]:
+def _groups(shards: Sequence[Written]) -> Iterator[list[Written]]:
     group: list[Written] = []
     for shard in shards:
-        if group and sum(part.size for part in group) + shard.size > shard_bytes:
+        if group and sum(part.size for part in group) + shard.size > SHARD_BYTES:
             yield group
             group = []
         group.append(shard)
@@ -159,14 +152,14 @@ def _live(shard: Shard, rows: Int64s | None, uri: str) -> pa.Table:
     return table if rows is None else table.take(pa.array(rows))
 
 
-def merged_rows(table: LogprobTable, snapshot: Snapshot, file_bytes: int) -> Iterator[pa.Table]:
-    """Yield a snapshot's rows, one for each key, as tables that take about `file_bytes` in a file each."""
+def merged_rows(table: LogprobTable, snapshot: Snapshot) -> Iterator[pa.Table]:
+    """Yield a snapshot's rows, one for each key, as tables that take about SHARD_BYTES in a file each."""
     live = snapshot.live_rows()
     sizes = table.filesystem.get_file_info(list(live))
     shards = [
         Written(info.path, int(info.size or 0), snapshot.rows_of[path], 0) for path, info in zip(live, sizes, strict=True)
     ]
-    for group in _groups(shards, file_bytes):
+    for group in _groups(shards):
         yield pa.concat_tables([_live(table.shard(shard.path), live[shard.path], table.uri) for shard in group])
 
 

@@ -230,7 +230,7 @@ class Found:
     def token_logps(self, some: Int64s | None = None) -> list[npt.NDArray[np.float32] | None]:
         """Return the stored values of each key (`some`: of the keys at these indices), or None for a miss."""
         places = np.arange(len(self.lengths)) if some is None else some
-        values = self._lists("token_logps", places)
+        values = self.lists("token_logps", places)
         return [values.get(place) for place in places.tolist()]
 
     def top(self, k: int, some: Int64s | None = None) -> list[TopValues | None]:
@@ -244,15 +244,15 @@ class Found:
         if k > width:
             raise UsageError(f"the table has the {width} most probable tokens of each position, not {k}")
         places = np.arange(len(self.lengths)) if some is None else some
-        ids, logps = (self._lists(column.name, places) for column in TOP_COLUMNS)
+        ids, logps = (self.lists(column.name, places) for column in TOP_COLUMNS)
         return [
             (ids[place].reshape(-1, width)[:, :k], logps[place].reshape(-1, width)[:, :k]) if place in ids else None
             for place in places.tolist()
         ]
 
-    def _lists(self, column: str, places: Int64s) -> dict[int, npt.NDArray[Any]]:
-        """Return the list in a column of each key at the indices `places` that is not a miss."""
-        found: dict[int, npt.NDArray[Any]] = {}
+    def lists(self, column: str, places: Int64s) -> dict[int, npt.NDArray[Any]]:
+        """Return the list in a column of each key at the indices `places` that is not a miss, in the order of `places`."""
+        found: dict[int, npt.NDArray[Any]] = dict.fromkeys(places[self.lengths[places] != MISS].tolist(), np.zeros(0))
         for rows, lists in self._values(places[self.lengths[places] != MISS], column):
             offsets, flat = lists.offsets.to_numpy(), lists.values.to_numpy(zero_copy_only=False)
             for i, row in enumerate(rows.tolist()):

@@ -250,33 +250,23 @@ def without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
     parts = [rows.filter(pa.array(wanted))]
     if stored:
         changed = np.array(list(stored))
-        new = _beginning_with(rows.take(pa.array(changed)), list(stored.values()), found.provenance_of(changed))
-        top = found.top(snapshot.top_k, changed) if snapshot.top_k else []
-        parts.append(_top_beginning_with(new, [one for one in top if one is not None]) if top else new)
+        names = ["token_logps", *(column.name for column in TOP_COLUMNS)] if snapshot.top_k else ["token_logps"]
+        beginnings = {name: list(found.lists(name, changed).values()) for name in names}
+        parts.append(_beginning_with(rows.take(pa.array(changed)), beginnings, found.provenance_of(changed)))
     return pa.concat_tables(parts)
 
 
-def _beginning_with(rows: pa.Table, stored: list[Any], provenances: list[dict[str, Any]]) -> pa.Table:
-    """Replace each row's first values by the values that are stored for its key."""
-    values = one_array(rows["token_logps"]).to_pylist()
-    for row, beginning in zip(values, stored, strict=True):
-        row[: len(beginning)] = beginning.tolist()
-    lists = pa.array(values, pa.list_(pa.float32()))
-    made = [
+def _beginning_with(rows: pa.Table, beginnings: dict[str, list[Any]], provenances: list[dict[str, Any]]) -> pa.Table:
+    """Replace the first values of each row in some columns by those that are stored for its key."""
+    columns = {name: rows[name] for name in rows.column_names}
+    for name, stored in beginnings.items():
+        lists = rows[name].to_pylist()
+        for row, beginning in zip(lists, stored, strict=True):
+            row[: len(beginning)] = beginning.tolist()
+        columns[name] = pa.array(lists, rows.schema.field(name).type)
+    columns["logp_sum"] = pa.array(list_sums(columns["token_logps"]))
+    columns["provenance"] = pa.array(
         json.dumps({**json.loads(own), "begins_with": earlier}, sort_keys=True)
         for own, earlier in zip(rows["provenance"].to_pylist(), provenances, strict=True)
-    ]
-    columns = {name: rows[name] for name in rows.column_names}
-    columns |= {"token_logps": lists, "logp_sum": pa.array(list_sums(lists)), "provenance": pa.array(made)}
-    return pa.table(columns, schema=rows.schema)
-
-
-def _top_beginning_with(rows: pa.Table, stored: list[tuple[npt.NDArray[Any], ...]]) -> pa.Table:
-    """Do the same for the most probable tokens. `stored` has the TOP_COLUMNS of each row's stored values."""
-    columns = {name: rows[name] for name in rows.column_names}
-    for at, column in enumerate(TOP_COLUMNS):
-        lists = one_array(rows[column.name]).to_pylist()
-        for row, of_row in zip(lists, stored, strict=True):
-            row[: of_row[at].size] = of_row[at].ravel().tolist()
-        columns[column.name] = pa.array(lists, column.type)
+    )
     return pa.table(columns, schema=rows.schema)
