@@ -338,14 +338,6 @@ def test_what_is_not_a_joined_file_of_pairs_is_refused(reflogp, join, rows, plac
     assert "KTO rows" in err
 
 
-def test_without_torch_the_export_says_what_to_install(reflogp, joined, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", None)
-    code, _, err = reflogp("export", joined, *OPEN_INSTRUCT, "dpo", "-o", tmp_path)
-    assert code == FAILED
-    assert "pip install 'reflogp[service]'" in err
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_documents_token_row_splits_what_a_stack_scores():
     """The function that docs/exports.md gives, on rows as open-instruct and Megatron-Bridge hold them."""
     token_row = recipes()["token_row"]

@@ -178,9 +178,3 @@ def test_an_interrupted_watch_leaves_the_job_running(reflogp, url, tmp_path):
     code, out, _ = reflogp(*advice.split(), "--json")
     assert (code, last_object(out)["state"] in ("queued", "running")) == (DONE, True)
     assert reflogp("jobs", "cancel", url, job)[0] == DONE
-
-
-def test_a_service_that_is_not_there(reflogp, pairs_file, monkeypatch):
-    monkeypatch.setattr("reflogp.client.protocol.LONGEST_PAUSE", 0.01)
-    code, _, err = reflogp("submit", "http://127.0.0.1:9", pairs_file, "--reference", "sft")
-    assert (code, "the request to http://127.0.0.1:9 failed" in err) == (FAILED, True)

@@ -55,12 +55,6 @@ def test_every_character_on_a_terminal_in_every_form(terminal, character):
     assert "\n" not in written.split("b\n")[0]  # one string is one line
 
 
-def test_markup_in_data_is_text(terminal):
-    out, sink = terminal
-    out.print(MARKUP)
-    assert sink.getvalue() == MARKUP + "\n"
-
-
 def test_a_bar_shows_its_label_as_text(monkeypatch, terminal):
     err, sink = terminal
     monkeypatch.setattr(console, "err", err)
@@ -163,13 +157,3 @@ def test_warnings_and_logs_of_libraries(reflogp, monkeypatch, tmp_path):
     code, out, err = reflogp("store", "ls", tmp_path)
     assert code == 1 and harmless(out)
     assert harmless(err) and err.count("\\u202e") >= 2, err
-
-
-def test_progress_on_a_terminal_has_no_lines(monkeypatch, terminal):
-    err, sink = terminal
-    monkeypatch.setattr(console, "err", err)
-    monkeypatch.setattr(console, "_LINE_SECONDS", 0.01)
-    with progress_bar("scoring") as bar:
-        bar.advance(1234, 5678)
-        time.sleep(0.1)
-    assert "tokens/s, 0:00" not in sink.getvalue()

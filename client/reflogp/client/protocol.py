@@ -70,14 +70,12 @@ class Call:
 
     Attributes:
         content: body of the request; a file is streamed.
-        again: types of connection errors after which the request is sent again. Every request is also sent again after a busy
-            response (429 or 503).
-        wait: seconds to wait for the next bytes of the response, or None for the client's timeout. If `until` is set, `wait` is
-            not used.
-        until: deadline for all attempts, as a value of time.monotonic(), or None for no deadline. Each attempt tells the
-            service how much time is left.
+        again: types of connection errors after which the request is sent again. Every request is also sent again after a
+            busy response (429 or 503).
+        wait: seconds to wait for the next bytes of the response, if neither None (the client's timeout) nor `until` is set.
+        until: deadline for all attempts, as a value of time.monotonic(), or None. Each attempt tells the service how much
+            time is left.
         into: file for the body of a successful response, or None to keep the body in memory.
-        request_id: id that every attempt sends in the header X-Request-Id. The service logs this id.
     """
 
     method: str
@@ -97,8 +95,7 @@ Outcome: TypeAlias = httpx.Response | httpx.TransportError
 
 
 def parsed(response: httpx.Response, read: Callable[[Any], T]) -> T:
-    """Return `read(body)` for a response's JSON body. Raises ServiceFailedError if the body is not JSON or has an unexpected
-    shape."""
+    """Return `read(body)` for a response's JSON body. Raises ServiceFailedError if the body cannot be read."""
     try:
         return read(response.json())
     except UNREADABLE as error:
@@ -119,7 +116,7 @@ def error_of(response: httpx.Response) -> ServiceError:
 
 
 def arguments(call: Call) -> dict[str, Any]:
-    """Return the keyword arguments for httpx's `stream` method, except the body, for an attempt that starts now."""
+    """Return the arguments for httpx's `stream`, except the body, for an attempt that starts now."""
     headers = {"x-request-id": call.request_id, **_trace_context(), **call.headers}
     found: dict[str, Any] = {"method": call.method, "url": call.path, "params": call.params, "headers": headers}
     if call.wait is not None:
@@ -132,7 +129,7 @@ def arguments(call: Call) -> dict[str, Any]:
 
 
 def _trace_context() -> dict[str, str]:
-    """Return the headers (traceparent, tracestate) that let a service continue the caller's OpenTelemetry trace."""
+    """Return the headers that let a service continue the caller's OpenTelemetry trace."""
     headers: dict[str, str] = {}
     # without opentelemetry imported, there is no active span
     if "opentelemetry.trace" in sys.modules:
@@ -173,10 +170,7 @@ def is_busy(answer: Outcome) -> bool:
 
 
 def pause_seconds(answer: Outcome, attempt: int) -> float:
-    """Return the seconds to wait before the next attempt: Retry-After, or a random number whose maximum doubles each time.
-
-    The random numbers keep clients from all retrying at the same time.
-    """
+    """Return the seconds to wait before the next attempt: Retry-After, or a random number whose maximum doubles each time."""
     asked = answer.headers.get("retry-after", "") if isinstance(answer, httpx.Response) else ""
     if asked.isdigit():
         return min(LONGEST_PAUSE, float(asked) + random.uniform(0, 0.1))

@@ -39,10 +39,7 @@ def key_table(keys: pa.Array | Sequence[bytes]) -> pa.Table:
 
 
 def sequence_table(prompts: TokenIds, completions: TokenIds, attention_masks: TokenIds | None) -> pa.Table:
-    """Return the table of sequences to score: prompt_ids, completion_ids and, if masks are given, attention_mask.
-
-    Raises UsageError if the arguments are not lists of token ids, or not the same number of lists.
-    """
+    """Return the table of sequences to score. Raises UsageError if the arguments are not as many lists of token ids each."""
     given = {"prompts": prompts, "completions": completions, "attention masks": attention_masks}
     lists = {name: _lists(ids, name) for name, ids in given.items() if ids is not None}
     for name, column in lists.items():
@@ -52,7 +49,6 @@ def sequence_table(prompts: TokenIds, completions: TokenIds, attention_masks: To
 
 
 def _lists(ids: TokenIds, name: str) -> pa.ListArray:
-    """Return lists of token ids as an Arrow list<uint32> array. Raises UsageError if `ids` contains anything else."""
     try:
         return token_lists(list(ids) if isinstance(ids, np.ndarray) else ids, name).cast(pa.list_(pa.uint32()))
     except (pa.ArrowException, TypeError) as error:
@@ -98,7 +94,7 @@ def lookup_of(response: httpx.Response) -> Lookup:
 
 
 def scores_of(response: httpx.Response) -> tuple[Scores, list[str | None]]:
-    """Return the scores, and each sequence's error (None if the sequence was scored)."""
+    """Return the scores, and each sequence's error, or None."""
 
     def read(table: pa.Table, metadata: dict[str, str]) -> tuple[Scores, list[str | None]]:
         seconds = float(metadata["engine_seconds"]), float(metadata["queue_seconds"])
@@ -109,7 +105,7 @@ def scores_of(response: httpx.Response) -> tuple[Scores, list[str | None]]:
 
 
 def _read(response: httpx.Response, read: Callable[[pa.Table, dict[str, str]], T]) -> T:
-    """Call `read` with the Arrow table in a response and its metadata. Raises ServiceFailedError if it cannot be read."""
+    """Call `read` with the Arrow table in a response and its metadata."""
     try:
         table = pa.ipc.open_stream(response.content).read_all().combine_chunks()
         return read(table, {name.decode(): value.decode() for name, value in (table.schema.metadata or {}).items()})

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,13 +18,12 @@ import pyarrow as pa
 from reflogp.store.commands import repair_command
 from reflogp.store.commits import Written
 from reflogp.store.digests import Progress
-from reflogp.store.errors import DamagedStoreError, StoreError, StoreUnavailableError, UsageError
+from reflogp.store.errors import DamagedStoreError, StoreError, UsageError
 from reflogp.store.index import Int64s
 from reflogp.store.schema import one_array
 from reflogp.store.shard import Shard, ShardDamageError
 from reflogp.store.snapshot import Snapshot
 from reflogp.store.storage import translate_errors
-from reflogp.store.texts import counted
 
 if TYPE_CHECKING:
     from reflogp.store.table import LogprobTable
@@ -190,23 +188,15 @@ def vacuum(
 
     Raises:
         UsageError: `retention_hours` is negative, or is less than 1 without `alone`.
-        StoreUnavailableError: the time of the table's last commit is more than 1 minute ahead of this machine's clock, or the
-            store cannot be read or written to.
+        StoreUnavailableError: the store cannot be read or written to.
     """
     if retention_hours < 0 or (retention_hours < 1 and not alone):
         raise UsageError(
             f"a retention of {retention_hours} hours is too short: use at least 1 hour, or 0 hours with --alone if no other "
             "process is using the store"
         )
-    table.forget_snapshots()
     with translate_errors(f"the store {table.uri} cannot be vacuumed"):
         delta = table.delta()
-        ahead = delta.history(1)[0]["timestamp"] / 1000 - time.time()
-        if ahead > 60:
-            raise StoreUnavailableError(
-                f"the last commit is {counted(round(ahead / 60), 'minute')} ahead of this machine's clock, so nothing was "
-                "deleted: check the clocks of this machine and of the machine that made the commit"
-            )
         deleted: list[str] = delta.vacuum(retention_hours, dry_run=dry_run, enforce_retention_duration=False, full=True)
         if not dry_run:
             delta.cleanup_metadata()

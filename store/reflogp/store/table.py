@@ -205,9 +205,6 @@ class LogprobTable(TableLog):
     drop = maintenance.drop
     export = export
 
-    def forget_snapshots(self) -> None:
-        self._pinned.clear()
-
     def _latest_snapshot(self) -> Snapshot:
         number, latest = int(self._delta.version()), self._latest
         if latest is None or latest.number != number:
