@@ -69,18 +69,6 @@ def wait_until(ready, timeout=120):
         time.sleep(0.1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_values_are_those_of_a_plain_forward(client, model, temperature):
-    prompts, completions = sequences(5, seed=1)
-    completions[2] = completions[2][:1]
-    scores = client.score("ref", prompts, completions, temperature=temperature)
-    for prompt, completion, values in zip(prompts, completions, scores.token_logps, strict=True):
-        assert values.dtype == np.float32
-        assert values == pytest.approx(plain_token_logps(model, prompt, completion, temperature), abs=2e-4)
-    assert scores.engine_seconds > 0 and scores.hits == 0
-
-
 def test_json_for_people(service, model):
     prompts, completions = sequences(2, seed=2)
     body = {"sequences": [{"prompt_ids": p, "completion_ids": c} for p, c in zip(prompts, completions, strict=True)]}

@@ -8,8 +8,6 @@ import time
 import warnings
 
 import pytest
-from rich.table import Table
-from rich.text import Text
 
 from reflogp.cli import console, jobs
 from reflogp.cli.console import SafeConsole, progress_bar
@@ -36,23 +34,6 @@ def terminal():
     """A console as on a terminal, in colours, and what it has written."""
     sink = io.StringIO()
     return SafeConsole(file=sink, force_terminal=True, color_system="truecolor", width=120), sink
-
-
-@pytest.mark.parametrize("character", HOSTILE, ids=lambda ch: f"U+{ord(ch):04X}")
-def test_every_character_on_a_terminal_in_every_form(terminal, character):
-    out, sink = terminal
-    table = Table(title=f"t{character}")
-    table.add_column(f"c{character}")
-    table.add_row(Text(f"r{character}"))
-    table.add_row(f"s{character}")
-    for thing in (f"a{character}b", Text(f"a{character}b"), table):
-        out.print(thing, style="red")
-    written = sink.getvalue()
-    own = {"\x1b[31m", "\x1b[0m", "\x1b[1m", "\x1b[3m", "\x1b[1;31m", "\x1b[3;31m"}
-    for sequence in own:
-        written = written.replace(sequence, "")
-    assert harmless(written), repr(written)
-    assert "\n" not in written.split("b\n")[0]  # one string is one line
 
 
 def test_a_bar_shows_its_label_as_text(monkeypatch, terminal):

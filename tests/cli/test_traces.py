@@ -1,7 +1,5 @@
 """Traces of `reflogp score` and of `score` from Python: the spans that a real collector gets, and what happens without one."""
 
-import contextvars
-import multiprocessing
 import os
 import signal
 import socket
@@ -9,7 +7,6 @@ import subprocess
 import sys
 import time
 
-import psutil
 import pytest
 
 from reflogp.scoring import tracing
@@ -130,48 +127,3 @@ def test_without_the_extra_one_sentence_names_it_and_the_work_goes_on(score, tmp
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0 and "40 scored" in out and "otel" not in err, err
     assert out.splitlines()[-1] == "False"
-
-
-def test_a_forked_process_has_one_thread_and_can_trace_runs_of_its_own(taken, monkeypatch):
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", taken.url)
-    with tracing.run_span("of the parent", flush_at_end=True):
-        context = multiprocessing.get_context("fork")
-        ours, theirs = context.Pipe()
-        child = context.Process(target=_threads_and_a_run, args=(theirs,))
-        child.start()
-        assert ours.recv() == 1
-        child.join()
-    assert len(taken.named("of the parent")) == len(taken.named("of the child")) == 1
-
-
-def _threads_and_a_run(pipe):
-    until = time.monotonic() + 10
-    while psutil.Process().num_threads() > 1 and time.monotonic() < until:
-        time.sleep(0.01)  # the system counts a thread for a moment after it was joined
-    pipe.send(psutil.Process().num_threads())
-    contextvars.Context().run(_run_of_the_child)
-
-
-def _run_of_the_child():
-    with tracing.run_span("of the child", flush_at_end=True):
-        pass
-
-
-def test_stages_and_their_attributes(taken, monkeypatch):
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", taken.url)
-    with tracing.span("outside"):
-        pass
-    with pytest.raises(ValueError, match="x"), tracing.run_span("run", store="s", flush_at_end=True) as run:
-        run["rows"] = 3
-        with tracing.run_span("inner") as inner:
-            inner["hits"] = 2
-        tracing.record("recorded", 2.0, sequences=None, tokens=5)
-        with tracing.span("failing", rows=1) as stage:
-            stage["tokens"] = 2
-            raise ValueError("x")
-    [root] = taken.named("run")
-    assert root.attributes == {"reflogp.store": "s", "reflogp.rows": 3, "reflogp.hits": 2, "error.type": "ValueError"}
-    assert {span.name for span in taken.spans} == {"run", "recorded", "failing"}
-    [recorded], [failing] = taken.named("recorded"), taken.named("failing")
-    assert recorded.end - recorded.start == 2_000_000_000 and recorded.attributes == {"reflogp.tokens": 5}
-    assert failing.attributes == {"reflogp.rows": 1, "reflogp.tokens": 2} and failing.parent == recorded.parent == root.id

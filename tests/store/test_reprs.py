@@ -1,19 +1,10 @@
 """Test the reprs of the store's objects: one line or a few lines, which no name in the data can break."""
 
-import numpy as np
-
-from reflogp.store import Join, Reference, Store, sequence_keys
+from reflogp.store import Reference, Store, sequence_keys
 from reflogp.store.texts import counted, short_repr
 from tests.store.rows import some_rows
 
 REFERENCE = Reference("ab" * 16, "sft-model", "bfloat16", "float32", ("d1", "d2"), {"hidden_size": 64})
-
-
-def test_records_are_one_line():
-    assert repr(REFERENCE) == f"Reference({'ab' * 16}: sft-model in bfloat16 with logits in float32, 2 weight files)"
-    missing, none = np.array([True, False]), np.zeros(2, bool)
-    join = Join({"ref_logps": np.zeros(2, np.float32)}, {}, {}, missing, none, none)
-    assert repr(join) == "Join(2 rows with ref_logps: 1 missing, 0 unusable, 0 dropped)"
 
 
 def test_a_store_and_its_tables_say_what_they_are(tmp_path):

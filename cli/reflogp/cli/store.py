@@ -328,8 +328,8 @@ def pull_(
 ) -> None:
     """Import log-probs into a store from a dataset repository on the Hugging Face Hub.
 
-    The files' digests and all rows are checked before any row is added. Values already in the store are not replaced. If a pull
-    is interrupted, run the command again. Files that were already downloaded are not downloaded again.
+    All rows are checked before any row is added. Values already in the store are not replaced. If a pull is interrupted, run
+    the command again. Files that were already downloaded are not downloaded again.
 
     Example: reflogp store pull ./logps hf://datasets/team/sft-logps
     """
