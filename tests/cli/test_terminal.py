@@ -11,7 +11,7 @@ import pytest
 
 from reflogp.cli import console, jobs
 from reflogp.cli.console import SafeConsole, progress_bar
-from reflogp.client.jobs import job_from
+from reflogp.client.models import job_from
 from reflogp.store import Store
 from tests.hostile_text import HOSTILE
 from tests.store.rows import REFERENCE, some_rows

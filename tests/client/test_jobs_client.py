@@ -25,10 +25,10 @@ from reflogp.client import (
     ServiceError,
     ServiceFailedError,
     Uploaded,
-    jobs,
     protocol,
     tables,
 )
+from reflogp.client.models import job_from
 from reflogp.service import models as service_models
 from reflogp.store import UsageError
 from reflogp.store.schema import stream_bytes
@@ -82,15 +82,15 @@ JOB = {
 
 
 def test_a_job_of_a_newer_service_can_be_read_and_of_something_else_not():
-    job = jobs.job_from(JOB)
+    job = job_from(JOB)
     assert (job.state, job.progress.done, job.progress.hits) == ("running", 2, 0)
     assert job.created_at.utcoffset().total_seconds() == 0
     assert json.loads(json.dumps(job.as_dict()))["started_at"] == "2026-11-21T09:21:00+00:00"
     for broken in ({}, [], {**JOB, "created_at": "yesterday"}, {**JOB, "progress": None}):
         with pytest.raises(ServiceFailedError, match="cannot be read"):
-            jobs.job_of(httpx.Response(200, json=broken))
+            protocol.parsed(httpx.Response(200, json=broken), job_from)
     with pytest.raises(ServiceFailedError, match="cannot be read"):
-        jobs.job_of(httpx.Response(200, text="<html>"))
+        protocol.parsed(httpx.Response(200, text="<html>"), job_from)
 
 
 def test_a_watch_bears_a_restart_and_says_why_it_ends(monkeypatch):

@@ -12,7 +12,6 @@ import typer
 from reflogp.cli import jobs, options
 from reflogp.cli.console import err, print_result, progress_bar
 from reflogp.client import Client, RequestRefusedError, ServicePath, ServiceUri, Uploaded, files
-from reflogp.client.jobs import on_hub
 from reflogp.store import UsageError
 
 
@@ -107,7 +106,7 @@ def submit(
 
 
 def _dataset(client: Client, data: str, on_service: bool, config: str | None) -> ServicePath | ServiceUri | Uploaded:
-    found = ServiceUri(data) if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", data) else on_hub(data)
+    found = ServiceUri(data) if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", data) else files.on_hub(data)
     if config is not None and (on_service or found is None):
         raise UsageError(f"--dataset-config applies only to datasets on the Hub, but {data} is a path: omit --dataset-config")
     if on_service:

@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Generator, Sequence
+from datetime import datetime
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
@@ -17,7 +18,7 @@ from urllib.parse import quote
 import httpx
 import pyarrow as pa
 
-from reflogp.client import files, jobs, protocol, tables
+from reflogp.client import files, protocol, tables
 from reflogp.client.errors import (
     DeadlineExceededError,
     JobFailedError,
@@ -37,8 +38,10 @@ from reflogp.client.models import (
     ServiceUri,
     Uploaded,
     UploadInfo,
+    job_from,
+    known,
 )
-from reflogp.client.protocol import Call
+from reflogp.client.protocol import Call, parsed
 from reflogp.client.tables import TokenIds
 from reflogp.store import UsageError
 from reflogp.store.files import write_atomically
@@ -121,7 +124,10 @@ class Client:
 
     def references(self) -> list[ReferenceInfo]:
         """Return all references for which the service has a model or stored values."""
-        return jobs.references_of(self._send(Call("GET", "/v1/references")))
+        return parsed(
+            self._send(Call("GET", "/v1/references")),
+            lambda body: [ReferenceInfo(**known(ReferenceInfo, entry)) for entry in body["references"]],
+        )
 
     def lookup(
         self, reference: str, keys: pa.Array | Sequence[bytes], *, values: bool = False, snapshot: int | None = None
@@ -222,7 +228,7 @@ class Client:
         file = files.local_file(path, name, progress)
         route = f"/v1/uploads/{quote(file.name, safe='')}"
         try:
-            there = jobs.upload_of(self._send(Call("GET", route)))
+            there = parsed(self._send(Call("GET", route)), _upload_from)
         except RequestRefusedError as error:
             if error.status != 404:
                 raise
@@ -232,7 +238,7 @@ class Client:
                     progress(file.size, file.size)
                 return there
         headers = {"content-type": "application/octet-stream", "content-length": str(file.size)}
-        sent = jobs.upload_of(self._send(Call("PUT", route, content=file, headers=headers)))
+        sent = parsed(self._send(Call("PUT", route, content=file, headers=headers)), _upload_from)
         if sent.sha256 != file.sha256:
             raise ServiceFailedError(
                 f"{file.path} arrived with the sha256 digest {sent.sha256} instead of {file.sha256}; upload the file again"
@@ -278,7 +284,7 @@ class Client:
         Raises NotAllowedError if the service's settings do not allow the dataset's path or URI.
         """
         if isinstance(dataset, str | Path):
-            dataset = jobs.on_hub(dataset) or Uploaded(self.upload(dataset).name)
+            dataset = files.on_hub(dataset) or Uploaded(self.upload(dataset).name)
         settings = {
             "reference": reference,
             "format": format,
@@ -288,21 +294,24 @@ class Client:
             "priority": priority,
             "title": title,
         }
-        content = json.dumps({**settings, "dataset": jobs.described(dataset) | {"split": split}}).encode()
+        content = json.dumps({**settings, "dataset": files.described(dataset) | {"split": split}}).encode()
         headers = {"content-type": "application/json"}
         if idempotency_key is not None:
             headers["idempotency-key"] = idempotency_key
         # The request is safe to repeat: the service recognizes a job by its key or its content.
-        return jobs.job_of(self._send(Call("POST", "/v1/jobs", content=content, headers=headers)))
+        return parsed(self._send(Call("POST", "/v1/jobs", content=content, headers=headers)), job_from)
 
     def job(self, job: str) -> Job:
         """Return a job in its current state."""
-        return jobs.job_of(self._send(Call("GET", jobs.path(job))))
+        return parsed(self._send(Call("GET", _path(job))), job_from)
 
     def jobs(self, state: JobState | None = None, before: str | None = None, limit: int = 50) -> JobPage:
         """Return up to `limit` jobs (1 to 1,000), newest first. For the next page, pass its `next_before` as `before`."""
         params = {name: value for name, value in (("state", state), ("before", before)) if value is not None}
-        return jobs.page_of(self._send(Call("GET", "/v1/jobs", {**params, "limit": limit})))
+        return parsed(
+            self._send(Call("GET", "/v1/jobs", {**params, "limit": limit})),
+            lambda body: JobPage([job_from(entry) for entry in body["jobs"]], body["counts"], body["next_before"]),
+        )
 
     def cancel(self, job: str) -> Job:
         """Cancel a job: a queued job immediately, and a running job after its current forward pass.
@@ -310,7 +319,7 @@ class Client:
         The values that the job has already computed stay in the store. Raises RequestRefusedError (409) if the job has ended.
         """
         try:
-            return jobs.job_of(self._send(Call("DELETE", jobs.path(job))))
+            return parsed(self._send(Call("DELETE", _path(job))), job_from)
         except RequestRefusedError as error:
             if error.status != 409 or (found := self.job(job)).state != "cancelled":
                 raise
@@ -320,14 +329,14 @@ class Client:
         """Queue a failed or cancelled job again. Raises RequestRefusedError (409) for other jobs."""
         # The request is not sent again if the service may have seen it. If somebody has cancelled the job since then, a second
         # request would queue the job again.
-        return jobs.job_of(self._send(Call("POST", jobs.path(job, "/retry"), again=protocol.NOT_SENT)))
+        return parsed(self._send(Call("POST", _path(job, "/retry"), again=protocol.NOT_SENT)), job_from)
 
     def report(self, job: str) -> str:
         """Return the report on a completed job's values, an HTML page like that of `reflogp report`.
 
         Raises RequestRefusedError if the job is not done (409) or has no report (404; the error says why).
         """
-        return self._send(Call("GET", jobs.path(job, "/report"))).text
+        return self._send(Call("GET", _path(job, "/report"))).text
 
     def result(self, job: str, output_path: str | Path) -> Path:
         """Save a completed job's values as a Parquet file, with one row per row of the dataset, in the same order.
@@ -337,7 +346,7 @@ class Client:
         """
         output = files.check_output(output_path)
         with write_atomically(output) as hidden, hidden.open("wb") as partial:
-            self._send(Call("GET", jobs.path(job, "/result"), into=partial))
+            self._send(Call("GET", _path(job, "/result"), into=partial))
         return output
 
     def events(self, job: str, *, timeout: float | None = None) -> Generator[Job, None, None]:
@@ -363,9 +372,9 @@ class Client:
             left = max(end - time.monotonic(), 0.0)
             wait = 0.0 if last is None else min(_WAIT_SECONDS, left)
             patience = wait + min(_SILENCE, left - wait + _SLACK)
-            answer = self._try(Call("GET", jobs.path(job), {"wait": wait}, wait=patience))
+            answer = self._try(Call("GET", _path(job), {"wait": wait}, wait=patience))
             if isinstance(answer, httpx.Response) and answer.is_success:
-                found = jobs.job_of(answer)
+                found = parsed(answer, job_from)
                 if found != last:
                     yield found
                 if found.finished:
@@ -444,3 +453,11 @@ class Client:
             return answer
         except httpx.TransportError as error:
             return error
+
+
+def _path(job: str, more: str = "") -> str:
+    return f"/v1/jobs/{quote(job, safe='')}{more}"
+
+
+def _upload_from(entry: dict[str, Any]) -> UploadInfo:
+    return UploadInfo(**known(UploadInfo, entry) | {"uploaded_at": datetime.fromisoformat(entry["uploaded_at"])})

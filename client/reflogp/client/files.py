@@ -1,4 +1,4 @@
-"""Read files for uploads chunk by chunk, and prepare output files for downloads."""
+"""Describe datasets as a service does, read files for uploads chunk by chunk, and check output files for downloads."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from reflogp.client.models import ServicePath, ServiceUri, Uploaded
 from reflogp.store import UsageError
 from reflogp.store.digests import Progress
 
@@ -15,6 +16,9 @@ _CHUNK_BYTES = 1 << 20
 #: Number of digest characters with which an upload's default name starts, and the maximum length of a default name.
 _DIGEST_CHARACTERS, _NAME_CHARACTERS = 12, 185
 
+#: Pattern of "ORGANISATION/NAME", the name of a dataset on the Hugging Face Hub. It does not match paths that begin with a
+#: dot, such as ./data.
+_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
 #: Suffixes of dataset files that the service accepts.
 _KNOWN = re.compile(r"\.((jsonl|ndjson|json|csv)(\.(gz|bz2|zst|lz4))?|parquet|arrow|feather)$", re.IGNORECASE)
 
@@ -71,6 +75,27 @@ def local_file(path: str | Path, name: str | None = None, progress: Progress | N
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     return LocalFile(found, name or _upload_name(found.name, digest), size, digest, progress)
+
+
+def on_hub(dataset: str | Path) -> ServiceUri | None:
+    """Return the URI of the dataset on the Hugging Face Hub if `dataset` has the form "ORGANISATION/NAME", or None.
+
+    Existing files and folders on this machine, and names with a dataset file's suffix, come first, as in `reflogp score`.
+    """
+    if not isinstance(dataset, str) or not _HUB_NAME.fullmatch(dataset) or is_dataset_name(dataset):
+        return None
+    return None if Path(dataset).exists() else ServiceUri(f"hf://datasets/{dataset}")
+
+
+def described(dataset: ServicePath | ServiceUri | Uploaded) -> dict[str, str]:
+    """Return the dataset as the body of POST /v1/jobs names it."""
+    match dataset:
+        case ServicePath(where):
+            return {"path": where}
+        case ServiceUri(uri, config):
+            return {"uri": uri} | ({} if config is None else {"config": config})
+        case Uploaded(name):
+            return {"upload": name}
 
 
 def is_dataset_name(name: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Any, Literal, TypeAlias
 
@@ -176,6 +176,21 @@ class Job:
     def as_dict(self) -> dict[str, Any]:
         """Return the job as a dict that can be written as JSON."""
         return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in asdict(self).items()}
+
+
+_TIMES = ("created_at", "started_at", "finished_at")
+
+
+def known(kind: Any, entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the items of `entry` that are fields of the dataclass `kind`: a newer service may send other items too."""
+    return {one.name: entry[one.name] for one in fields(kind) if one.name in entry}
+
+
+def job_from(entry: dict[str, Any]) -> Job:
+    """Read a job from a service's JSON."""
+    times = {name: datetime.fromisoformat(entry[name]) for name in _TIMES if entry.get(name)}
+    progress = JobProgress(**known(JobProgress, entry["progress"]))
+    return Job(**known(Job, entry) | times | {"progress": progress, "dataset": entry["dataset"] or {}})
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The requests that a client sends, and the rules by which it sends them again.
 
-`jobs.py` and `tables.py` know what is in the bodies.
+`models.py` and `tables.py` know what is in the bodies.
 """
 
 from __future__ import annotations

@@ -45,10 +45,7 @@ def export(table: LogprobTable, folder: str, number: int | None = None, progress
     Returns:
         The number of rows and the number of Parquet files.
 
-    Raises:
-        UsageError: the folder is not empty, or cannot be written to.
-        DamagedStoreError: a shard is damaged or missing.
-        StoreUnavailableError: the store cannot be read.
+    Raises UsageError if the folder is not empty, or cannot be written to.
     """
     target, snapshot = Path(folder), table.snapshot(number)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

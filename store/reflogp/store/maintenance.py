@@ -89,12 +89,6 @@ def compact(table: LogprobTable, *, only_small: bool = False, progress: Progress
             If False, merge all shards that have less than 64 MiB, and rewrite those with rows to drop.
         progress: called with (rows written, total rows).
 
-    Returns:
-        A Compacted with the number of shards before and after the compaction, and the number of rewritten rows.
-
-    Raises:
-        DamagedStoreError: a shard is damaged.
-        StoreUnavailableError: the store cannot be read or written to; no rows are lost.
     """
     shards = table.shards()
     live = table.snapshot().live_rows()
@@ -186,9 +180,7 @@ def vacuum(
     Returns:
         The paths of the deleted files (with `dry_run`, of the files that would be deleted), relative to the table's folder.
 
-    Raises:
-        UsageError: `retention_hours` is negative, or is less than 1 without `alone`.
-        StoreUnavailableError: the store cannot be read or written to.
+    Raises UsageError if `retention_hours` is negative, or is less than 1 without `alone`.
     """
     if retention_hours < 0 or (retention_hours < 1 and not alone):
         raise UsageError(
@@ -212,8 +204,6 @@ def verify(table: LogprobTable, progress: Progress | None = None) -> list[Damage
 
     Returns:
         The damaged shards; an empty list if no shard is damaged.
-
-    Raises StoreUnavailableError if the store cannot be read.
     """
     shards, damages = table.shards(), []
     for done, shard in enumerate(shards, 1):
@@ -243,10 +233,7 @@ def drop(
         provenance: entries of the rows' provenance, such as {"engine": "broken"}.
         progress: called with (shards read, total shards).
 
-    Raises:
-        UsageError: neither or both of `shards` and `provenance` are given, or a shard is not in the table.
-        DamagedStoreError: a shard is damaged, so its provenance cannot be read.
-        StoreUnavailableError: the store cannot be read or written to.
+    Raises UsageError if neither or both of `shards` and `provenance` are given, or if a shard is not in the table.
     """
     if bool(shards) == (provenance is not None):
         raise UsageError("pass either the shards or the provenance of the rows to drop")

@@ -43,6 +43,10 @@ class Store:
         options: delta-rs storage options, in addition to the environment variables that delta-rs reads. For example,
             {"timeout": "5s"} is how long a try of a request to an object store may take.
 
+    Methods raise StoreUnavailableError if the store cannot be read or written to, StoreFormatError if a newer version of
+    reflogp wrote it, UsageError if the URI leads to something that is not a store, and DamagedStoreError if a reference.json or
+    a log that they need is damaged.
+
     Examples:
         >>> from reflogp.store import Store
         >>> store = Store("./logps")
@@ -61,13 +65,8 @@ class Store:
     def references(self) -> list[Reference]:
         """Return the reference models in the store, ordered by id.
 
-        A reference whose reference.json is damaged is skipped with a StoreDamageWarning.
-
-        Raises:
-            StoreNotFoundError: there is no store at the URI.
-            UsageError: the URI points to something that is not a store.
-            StoreUnavailableError: the store cannot be read.
-            StoreFormatError: the store was written by a newer version of reflogp.
+        A reference whose reference.json is damaged is skipped with a StoreDamageWarning. Raises StoreNotFoundError if there is
+        no store at the URI.
         """
         self._refuse_what_is_no_store()
         if not storage.may_exist(self.uri):
@@ -97,12 +96,9 @@ class Store:
 
         Raises:
             StoreNotFoundError: there is no store at the URI.
-            UsageError: the URI points to something that is not a store, or several references have the name.
+            UsageError: several references have the name.
             ReferenceNotFoundError: the store has no table for this reference. The message lists the store's references; if the
                 store has values of the same model in other dtypes, it names these dtypes.
-            DamagedStoreError: the reference.json of this reference or the table's log is damaged.
-            StoreUnavailableError: the store cannot be read.
-            StoreFormatError: the store was written by a newer version of reflogp.
         """
         self._refuse_what_is_no_store()
         reference_id = reference.reference_id if isinstance(reference, Reference) else reference
@@ -138,10 +134,7 @@ class Store:
         )
 
     def held(self, candidates: Sequence[Reference]) -> list[Reference]:
-        """Return the references in `candidates` for which the store has a table, also if there is no store at the URI.
-
-        Raises the errors of `references`, except StoreNotFoundError.
-        """
+        """Return the references in `candidates` for which the store has a table; none if there is no store at the URI."""
         self._refuse_what_is_no_store()
         if not storage.may_exist(self.uri):
             return []
@@ -156,12 +149,6 @@ class Store:
         Args:
             reference: the reference, as returned by `describe_reference`.
             top_k: number of most probable tokens of each position in the table's rows; 0 for the table without them.
-
-        Raises:
-            UsageError: the URI points to something that is not a store.
-            DamagedStoreError: the table's log or reference.json is damaged, or the table has shards but no log.
-            StoreUnavailableError: the store cannot be written to.
-            StoreFormatError: the store was written by a newer version of reflogp.
         """
         self._refuse_what_is_no_store()
         folder = f"{self.uri}/{reference.reference_id}"

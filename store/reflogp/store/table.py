@@ -55,10 +55,8 @@ class LogprobTable(TableLog):
 
     Threads can share a table: calls to `snapshot`, `append` and `replace` wait for each other.
 
-    Raises:
-        ReferenceNotFoundError: there is no table yet.
-        DamagedStoreError: the Delta log cannot be read.
-        StoreUnavailableError: the storage cannot be reached.
+    Raises ReferenceNotFoundError if there is no table yet. This and all methods raise DamagedStoreError if the log or a shard
+    that they need is damaged, and StoreUnavailableError if the storage cannot be reached, read or written to.
 
     Examples:
         >>> from reflogp.store import Store, describe_reference
@@ -128,10 +126,8 @@ class LogprobTable(TableLog):
         Args:
             number: number of the snapshot, or None for the latest.
 
-        Raises:
-            SnapshotNotFoundError: there is no snapshot with this number, or the snapshot cannot be read, for example because
-                vacuum deleted some of its shards.
-            StoreUnavailableError: the table cannot be read.
+        Raises SnapshotNotFoundError if there is no snapshot with this number, or if it cannot be read, for example because
+        vacuum deleted some of its shards.
         """
         with self._turn:
             if number in self._pinned:
@@ -173,13 +169,8 @@ class LogprobTable(TableLog):
         Args:
             rows: a table from schema.shard_table, with keys in any order.
 
-        Returns:
-            An Appended: the numbers of written and skipped rows, and the number of a snapshot that contains all the rows.
-
         Raises:
             UsageError: the columns are wrong, a row's lengths or sum contradict its values, or a value is not finite.
-            DamagedStoreError: a shard or the log is damaged. Writing to a damaged table could store the same keys again with
-                different values.
             StoreUnavailableError: the shard or the commit cannot be written, or other writers commit first for 15 minutes.
                 Earlier commits are kept.
         """
