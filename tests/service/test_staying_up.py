@@ -3,30 +3,21 @@
 import json
 import os
 import re
-import socket
 import threading
 import time
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import psutil
-import pyarrow.parquet as pq
 import pytest
-import uvicorn
 
 from reflogp.client import Client, ServiceError
-from reflogp.service import app, ledger_file, precompute
 from reflogp.service.ledger import Ledger
 from reflogp.service.ledger_file import StateLock
-from reflogp.service.settings import read_settings
-from reflogp.store import Store, UsageError
-from reflogp.store.storage import open_filesystem
 from tests.conftest import write_rows
-from tests.service.faults import ERRORS, call_sites, install
 from tests.service.serving import float32, running, settings_file, token_rows, wait_for, wait_until
-from tests.service.test_ledger_faults import damage, locked
-from tests.store.s3 import environment_of, s3_server
+from tests.service.test_ledger import damage, locked
+from tests.store.s3 import environment_of
 
 BYTES = {"content-type": "application/octet-stream"}
 #: Bytes of uploads and fetched datasets together.
@@ -258,32 +249,6 @@ def test_a_fetched_file_that_was_deleted_is_fetched_again(service, client, bucke
     assert ended.state == "done"
 
 
-@pytest.mark.parametrize("how", ["deleted", "renamed"])
-def test_a_state_folder_is_one_service_s_whatever_is_deleted(service, place, how, monkeypatch):
-    monkeypatch.setattr(ledger_file, "_PATIENCE_SECONDS", 0.1)
-    folder = place / "state"
-    names = ["lock"] if how == "deleted" else sorted(file.name for file in folder.iterdir() if "sqlite-" not in file.name)
-    for name in names:
-        aside = folder / f"{name}.aside"
-        (folder / name).rename(aside)
-        if how == "deleted":
-            aside.unlink()
-        with pytest.raises(UsageError, match="another service uses the state folder"):
-            StateLock(folder)
-        if how == "renamed":
-            if (folder / name).is_file():
-                (folder / name).unlink()
-            aside.rename(folder / name)
-    other = folder.with_name("other-name")
-    folder.rename(other)
-    try:
-        with pytest.raises(UsageError, match="another service uses the state folder"):
-            StateLock(other)
-    finally:
-        other.rename(folder)
-    wait_until(lambda: ready(service.url))
-
-
 def test_only_its_owner_can_open_a_state_folder_that_a_service_creates(tmp_path):
     StateLock(tmp_path / "new" / "state").close()
     assert (tmp_path / "new" / "state").stat().st_mode & 0o777 == 0o700
@@ -331,129 +296,3 @@ def test_a_service_whose_ledger_is_damaged_stops(tmp_path, warm_python):
         assert service.process.wait(60) == 1
     assert any("the service stops" in line for line in service.log)
     assert any("mkdir -p" in line for line in service.log)
-
-
-@contextmanager
-def served_here(settings, monkeypatch):
-    """A service in this process, its worker in another: (URL, app)."""
-    monkeypatch.setattr(app, "_COMMIT_SECONDS", 0.1)
-    monkeypatch.setattr(app, "_LEDGER_SECONDS", 0.05)
-    monkeypatch.setattr(precompute, "_PROBE_SECONDS", 0.3)
-    monkeypatch.setattr(precompute, "_PROBE_AGAIN_SECONDS", 0.1)
-    monkeypatch.setattr(precompute, "_LOST_SECONDS", 1.0)
-    made = app.create_app(settings)
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(made, log_config=None, timeout_graceful_shutdown=5))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}", made
-    finally:
-        server.should_exit = True
-        thread.join(60)
-
-
-@pytest.fixture
-def objects():
-    """A bucket of another process: delta-rs holds Python's lock while it waits for an answer."""
-    with s3_server("team") as reach, environment_of(reach):
-        filesystem = open_filesystem("s3://team")
-        for number in range(len(ERRORS)):
-            with filesystem.open_output_stream(f"rows-{'x' * number}.jsonl", compression=None, buffer_size=1 << 20) as sink:
-                sink.write("".join(json.dumps(row) + "\n" for row in token_rows(3, seed=number)).encode())
-        yield "s3://team"
-
-
-def insist(ask) -> httpx.Response:
-    """Ask until the answer is no 503, as a client does."""
-    while (answer := ask()).status_code == 503:
-        refused(answer)
-        time.sleep(0.05)
-    return answer
-
-
-@pytest.mark.slow
-def test_each_call_of_the_ledger_fails_in_a_working_service(tmp_path, reference_folder, objects, monkeypatch, record_property):
-    """For each kind of error every call fails for longer than it is retried, while jobs come, end and are cancelled."""
-    faults = install(monkeypatch, Ledger)
-    file = settings_file(
-        tmp_path,
-        tmp_path / "store",
-        {"ref": float32(reference_folder)},
-        token_budget=256,
-        dataset_uris=[f"{objects}/"],
-    )
-    with served_here(read_settings(file), monkeypatch) as (url, served):
-        wait_until(lambda: ready(url))
-        for number, kind in enumerate(ERRORS):
-            for site in call_sites(Ledger):
-                faults.fail(site, kind, times=4)
-            seed = 100 * (number + 1)
-            rows = 600 if number == 0 else 12  # long enough to be at work when the workers are killed
-            jobs = [insist(lambda at=at: post(url, token_rows(rows, seed=seed + at))).json()["id"] for at in range(3)]  # noqa: B023
-            asked = {"reference": "ref", "dataset": {"uri": f"{objects}/rows-{'x' * number}.jsonl"}}
-            jobs.append(insist(lambda: httpx.post(f"{url}/v1/jobs", json=asked)).json()["id"])  # noqa: B023
-            stopped = insist(lambda: httpx.delete(f"{url}/v1/jobs/{jobs[2]}"))  # noqa: B023
-            assert stopped.status_code in (202, 409)
-            insist(lambda: httpx.put(f"{url}/v1/uploads/a.jsonl", content=b"x", headers=BYTES))
-            insist(lambda: httpx.get(f"{url}/v1/uploads/a.jsonl"))
-            insist(lambda: httpx.delete(f"{url}/v1/uploads/a.jsonl"))
-            for worker in psutil.Process().children():  # and the fork server of runners
-                if number == 0 and "reflogp.service.worker" in " ".join(worker.cmdline()):
-                    worker.kill()
-                elif number == 0 and "forkserver" in " ".join(worker.cmdline()):
-                    for runner in worker.children():
-                        runner.kill()  # `died`
-            insist(lambda: httpx.get(f"{url}/v1/jobs"))
-            unfinished = dict.fromkeys(jobs)
-            stop = time.monotonic() + 200
-            while unfinished:
-                for job in list(unfinished):
-                    found = insist(lambda: httpx.get(f"{url}/v1/jobs/{job}")).json()  # noqa: B023
-                    if found["state"] == "cancelled" and job == jobs[2]:
-                        answer = insist(lambda: httpx.post(f"{url}/v1/jobs/{job}/retry"))  # noqa: B023
-                        assert answer.status_code in (202, 409)
-                    elif found["state"] not in ("queued", "running"):
-                        assert found["state"] == "done", (found["error"], found)
-                        for made in ("result", "report"):
-                            answer = insist(lambda: httpx.get(f"{url}/v1/jobs/{job}/{made}", timeout=60))  # noqa: B023
-                            assert answer.status_code == 200, answer.text
-                        del unfinished[job]
-                assert time.monotonic() < stop, (kind, unfinished, faults.armed())
-                time.sleep(0.05)
-            faults.clear()
-            wait_until(lambda: ready(url))
-        assert served.state.context.precompute.unrecorded == 0
-    hit = {site: count for site, count in faults.failed.items() if count}
-    assert {
-        "submit",
-        "get",
-        "claim",
-        "finish",
-        "died",
-        "cancel",
-        "retry",
-        "to_fetch",
-        "fetched",
-    } <= set(hit)
-    assert {"requeue_running", "highest_queued_priority", "put_upload", "upload", "delete_upload", "page"} <= set(hit)
-    record_property("told", f"ledger calls failed in a working service: {sum(hit.values())}, of {len(hit)} methods: {hit}")
-    [reference] = Store(tmp_path / "store").references()
-    assert Store(tmp_path / "store")[reference.reference_id].totals()[1] > 0
-    for result in (tmp_path / "state" / "results").glob("*.parquet"):
-        assert pq.read_table(result)["error"].null_count > 0
-
-
-def test_housekeeping_goes_on_after_a_failure(tmp_path, monkeypatch):
-    faults = install(monkeypatch, Ledger)
-    monkeypatch.setattr(precompute, "_HOUSEKEEPING_SECONDS", 0.1)
-    monkeypatch.setattr(precompute, "_HOUSEKEEPING_AGAIN_SECONDS", 0.1)
-    (tmp_path / "store").mkdir()
-    settings = read_settings(None, store=str(tmp_path / "store"), state=tmp_path / "state")
-    with served_here(settings, monkeypatch) as (url, _):
-        for site in ("ended_before", "files_in_use"):
-            faults.fail(site, "disk", times=6)
-        wait_until(lambda: not faults.armed(), 20)
-        rounds = faults.statements["ended_before"]
-        wait_until(lambda: faults.statements["ended_before"] > rounds + 2, 20)
-        wait_until(lambda: ready(url))

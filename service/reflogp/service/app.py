@@ -45,7 +45,7 @@ from reflogp.service.uploads import Uploads
 from reflogp.service.worker.protocol import ModelConfig, WorkerConfiguration
 from reflogp.store import UsageError
 
-#: Maximum time in seconds that a request waits when the ledger is locked or its disk fails.
+#: Maximum time in seconds that a request waits while another process has locked the ledger.
 _LEDGER_SECONDS = 5.0
 #: Maximum time in seconds between computing a job's values and committing them.
 _COMMIT_SECONDS = 5.0
@@ -117,7 +117,6 @@ def create_app(settings: ServerSettings) -> FastAPI:
         await pool.close()
         if forking is not None:
             forking.cancel()
-        await precompute.close()
         ledger.close()
         lock.close()
         sockets.cleanup()

@@ -15,7 +15,6 @@ from reflogp.service.dataset_files import DatasetFiles, Incoming
 from reflogp.service.errors import LedgerError
 from reflogp.service.fetch import FetchCancelledError, fetch
 from reflogp.service.ledger import Ledger
-from reflogp.service.pending_writes import PendingWrites
 from reflogp.service.settings import ServerSettings
 from reflogp.store.texts import byte_count
 
@@ -31,26 +30,26 @@ class Fetching:
     """Background fetches of datasets. The datasets of queued jobs are fetched in queue order, several at a time.
 
     Args:
+        record: calls a function that writes to the ledger about a job, until it works.
         on_change: called with a job's id after the job's note has changed or its dataset has been fetched.
-        on_failed: called with a job's id and the reason when the fetch of the job's dataset fails. This function must mark the
-            job as failed.
+        finish: records that a job failed.
     """
 
     def __init__(
         self,
         settings: ServerSettings,
         ledger: Ledger,
-        pending: PendingWrites,
         files: DatasetFiles,
+        record: Callable[[str, Callable[[], None]], Awaitable[None]],
         on_change: Callable[[str], None],
-        on_failed: Callable[[str, str], Awaitable[None]],
+        finish: Callable[..., Awaitable[None]],
     ) -> None:
         self._settings = settings
         self._ledger = ledger
-        self._pending = pending
         self._files = files
+        self._record = record
         self._on_change = on_change
-        self._on_failed = on_failed
+        self._finish = finish
         # id of a job whose dataset is being fetched -> (event that is set to stop the fetch, task)
         self._fetches: dict[str, tuple[threading.Event, asyncio.Task[None]]] = {}
         self._threads = CapacityLimiter(_MOST_FETCHES)
@@ -76,9 +75,8 @@ class Fetching:
             self._news.clear()
             free = _MOST_FETCHES - len(self._fetches)
             if free > 0:
-                but = [*self._fetches, *self._pending.jobs]
                 with suppress(LedgerError):  # the next round reads the ledger again
-                    for job, source in await to_thread.run_sync(self._ledger.to_fetch, free, but):
+                    for job, source in await to_thread.run_sync(self._ledger.to_fetch, free, list(self._fetches)):
                         stop = threading.Event()
                         self._fetches[job] = stop, asyncio.create_task(self._fetch(job, source, stop))
             with suppress(TimeoutError):
@@ -94,11 +92,12 @@ class Fetching:
             file, digest = await to_thread.run_sync(call, limiter=self._threads)
             notes.cancel()
             fetched = {**source, "file": str(file), "digest": digest}
-            await self._pending.put(job, partial(self._ledger.fetched, job, fetched), lambda _: self._on_change(job))
+            await self._record(job, partial(self._ledger.fetched, job, fetched))
+            self._on_change(job)
         except (FetchCancelledError, LedgerError) as error:  # after a LedgerError, a later round of `run` fetches the dataset
             logger.info("the dataset was not fetched: %s", error, extra={"job": job})
         except Exception as error:
-            await self._on_failed(job, f"the dataset cannot be used: {error}")
+            await self._finish(job, "failed", error=f"the dataset cannot be used: {error}")
         finally:
             notes.cancel()
             del self._fetches[job]

@@ -4,8 +4,7 @@ The ledger records all uploads and all jobs, with each job's state and summary. 
 in memory until its state changes.
 
 A write is on disk when its call returns, so a service that is killed loses no change of a job's state. The ledger is
-thread-safe, and belongs to one service at a time. A failing call is retried for a limited time (see `ledger_file`). If it still
-fails after the last retry, it raises LedgerError.
+thread-safe, and belongs to one service at a time. A call that fails raises LedgerError.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ create table if not exists job (
     started_at text,
     finished_at text,
     attempts integer not null default 0,
-    deaths integer not null default 0,
     progress text not null default '{}',
     note text,
     error text,
@@ -60,9 +58,6 @@ create table if not exists upload (
 """
 #: SQL condition: the job's dataset is available as a file, so a worker can run the job.
 _HAS_FILE = "json_extract(source, '$.file') is not null"
-#: SQL expressions for the next state and the finish time of a running job whose worker interrupts the job or dies.
-_QUEUED_OR_CANCELLED = "case when id in (select job from cancellation) then 'cancelled' else 'queued' end"
-_ENDED_IF_CANCELLED = "case when id in (select job from cancellation) then ? end"
 
 
 @dataclass(frozen=True)
@@ -102,7 +97,6 @@ class Claim:
     """A job, with what its runner needs.
 
     Attributes:
-        deaths: number of the job's runners that died since values of the job were last committed to the store.
         request, traceparent: X-Request-Id and W3C trace context of the last submission that queued the job.
     """
 
@@ -111,7 +105,6 @@ class Claim:
     source: dict[str, str]
     reference_id: str
     priority: int
-    deaths: int = 0
     request: str | None = None
     traceparent: str | None = None
 
@@ -121,11 +114,10 @@ class Ledger:
 
     Args:
         file: path of the SQLite file, which is created if it does not exist.
-        patience_seconds: how long a failing call is retried before it raises LedgerError.
+        patience_seconds: how long a call waits for a lock that another process holds, before it raises LedgerError.
 
     Raises:
-        UsageError: the file was written by a newer version of reflogp, is not an SQLite database, is damaged, or stays unusable
-            for `patience_seconds`.
+        UsageError: the file was written by a newer version of reflogp, is not an SQLite database, is damaged, or is locked.
     """
 
     def __init__(self, file: Path, patience_seconds: float = 5.0) -> None:
@@ -139,12 +131,8 @@ class Ledger:
 
     @property
     def failures(self) -> int:
-        """The number of failed attempts to use the ledger so far."""
+        """The number of failed calls so far."""
         return self._file.failures
-
-    def probe(self) -> None:
-        """Test whether the ledger can be written to, and update `trouble`. If the test fails, no error is raised."""
-        self._file.probe()
 
     def close(self) -> None:
         self._file.close()
@@ -241,18 +229,19 @@ class Ledger:
         """Return the number of jobs per state."""
         return {row["state"]: row["n"] for row in self._all("select state, count(*) n from job group by state")}
 
-    def requeue_running(self, note: str = "the service ended", but: Collection[str] = ()) -> int:
-        """Queue again all jobs that are recorded as running although no worker runs them.
+    def requeue_lost(self, held: Collection[str], note: str) -> int:
+        """Queue again the jobs that are recorded as running although no process runs them, or end those that were cancelled.
 
-        Jobs that were cancelled are ended instead. Return the number of jobs that were queued again or ended.
+        Each call writes to the ledger, so that `trouble` says whether the ledger can be used. Return the number of jobs.
 
         Args:
+            held: ids of the jobs that have a process.
             note: reason for the interruption, to store in each job that is queued again or ended.
-            but: ids of the jobs that workers are running. These jobs are left unchanged.
         """
 
         def requeue(db: sqlite3.Connection) -> int:
-            return _requeue(db, f"state = 'running' and id not in ({_marks(but)})", note, *but)
+            self._file.probe(db)
+            return _requeue(db, f"state = 'running' and id not in ({_marks(held)})", note, *held)
 
         return self._file.write(requeue)
 
@@ -326,9 +315,9 @@ class Ledger:
         """Keep the latest progress of a running job in memory. It is written when the job's state changes."""
         self._running[job] = progress
 
-    def forget_deaths(self, job: str) -> None:
-        """Set a running job's number of worker deaths to zero, because values of the job were committed to the store."""
-        self._file.write(lambda db: db.execute("update job set deaths = 0 where id = ? and state = 'running'", [job]))
+    def is_cancelled(self, job: str) -> bool:
+        """Return whether a running job has been cancelled."""
+        return self._one("select 1 from cancellation where job = ?", job) is not None
 
     def finish(self, job: str, state: JobState, *, summary: dict[str, Any] | None = None, error: str | None = None) -> bool:
         """End a queued or running job: record its final state, and the summary of a done job or the error of a failed job.
@@ -376,30 +365,6 @@ class Ledger:
         The note says why the job was interrupted.
         """
         self._change(job, lambda db: _requeue(db, "id = ? and state = 'running'", note, job))
-
-    def died(self, job: str, note: str, limit: int) -> int:
-        """Queue a job again after its runner died. If the job was cancelled, or if too many runners died, end it instead.
-
-        Args:
-            note: reason why the runner died. If the job fails, the reason is also part of the job's error.
-            limit: the job fails when the returned number reaches this limit.
-
-        Returns:
-            The number of runners that died since values of the job were last committed to the store.
-        """
-
-        def died(db: sqlite3.Connection) -> int:
-            changed = db.execute("update job set deaths = deaths + 1 where id = ? and state = 'running'", [job])
-            row = db.execute("select deaths from job where id = ?", [job]).fetchone()
-            deaths = int(row["deaths"]) if row else 0
-            if changed.rowcount and deaths >= limit:
-                error = f"{deaths} processes that ran the job ended without making progress; the last time, {note}"
-                cancelled = db.execute("select 1 from cancellation where job = ?", [job]).fetchone() is not None
-                _finish(db, job, "cancelled" if cancelled else "failed", None, None if cancelled else error)
-            _requeue(db, "id = ? and state = 'running'", note, job)
-            return deaths
-
-        return self._change(job, died)
 
     def retry(self, job: str) -> bool:
         """Queue a failed or cancelled job again; return False if it is in another state.
@@ -499,8 +464,7 @@ def _is_lasting(asked: Submission, summary: str | None) -> bool:
 
 def _finish(db: sqlite3.Connection, job: str, state: JobState, summary: dict[str, Any] | None, error: str | None) -> bool:
     changed = db.execute(
-        "update job set state = ?, finished_at = ?, summary = ?, error = ?, deaths = 0"
-        " where id = ? and state in ('queued', 'running')",
+        "update job set state = ?, finished_at = ?, summary = ?, error = ? where id = ? and state in ('queued', 'running')",
         [state, _now(), None if summary is None else json.dumps(summary), error, job],
     )
     db.execute("delete from cancellation where job = ?", [job])
@@ -509,7 +473,11 @@ def _finish(db: sqlite3.Connection, job: str, state: JobState, summary: dict[str
 
 def _requeue(db: sqlite3.Connection, condition: str, note: str, *values: str) -> int:
     """Queue again all jobs that match an SQL condition, but end those that were cancelled. Return how many matched."""
-    query = f"update job set state = {_QUEUED_OR_CANCELLED}, finished_at = {_ENDED_IF_CANCELLED}, note = ? where {condition}"
+    cancelled = "id in (select job from cancellation)"
+    query = (
+        f"update job set state = case when {cancelled} then 'cancelled' else 'queued' end,"
+        f" finished_at = case when {cancelled} then ? end, note = ? where {condition}"
+    )
     changed = db.execute(query, [_now(), note, *values])
     db.execute("delete from cancellation where job not in (select id from job where state = 'running')")
     return changed.rowcount
@@ -518,8 +486,7 @@ def _requeue(db: sqlite3.Connection, condition: str, note: str, *values: str) ->
 def _retry(db: sqlite3.Connection, job: str) -> bool:
     """Queue a failed or cancelled job again; return False if it is in another state."""
     changed = db.execute(
-        "update job set state = 'queued', error = null, finished_at = null, deaths = 0"
-        " where id = ? and state in ('failed', 'cancelled')",
+        "update job set state = 'queued', error = null, finished_at = null where id = ? and state in ('failed', 'cancelled')",
         [job],
     )
     if changed.rowcount:
@@ -555,7 +522,6 @@ def _as_claim(row: sqlite3.Row, origin: sqlite3.Row | None) -> Claim:
         json.loads(row["source"]),
         row["reference_id"],
         row["priority"],
-        row["deaths"],
         *(origin or (None, None)),
     )
 

@@ -69,7 +69,7 @@ class Metrics:
         self._ledger_well = Gauge(
             "reflogp_ledger_works", "1 while the ledger of jobs can be written to, else 0.", registry=registry
         )
-        self._ledger_failures = Gauge("reflogp_ledger_failures", "Failed attempts to use the ledger.", registry=registry)
+        self._ledger_failures = Gauge("reflogp_ledger_failures", "Failed reads and writes of the ledger.", registry=registry)
         self._unrecorded = Gauge(
             "reflogp_ledger_waiting_writes", "Writes that wait for the ledger to become writable.", registry=registry
         )

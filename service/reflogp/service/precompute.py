@@ -4,9 +4,8 @@ A precompute job scores a dataset with a reference. It runs in a process of its 
 sends what has to be scored to the workers that the service lends it: one from the start, and others as long as they are idle.
 
 The code of this module runs in the event loop. Calls that use the ledger or files run in separate threads. Requests from
-callers (submit, cancel, retry) are recorded in the job ledger before the response is sent. Reports from runners that change a
-job's state are recorded through PendingWrites, so that a job continues even while the ledger cannot be written. Only one task
-claims jobs.
+callers (submit, cancel, retry) are recorded in the job ledger before the response is sent. The end of a job is recorded as soon
+as the ledger can be written; until then, the job counts as running. Only one task claims jobs.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from anyio import to_thread
 
@@ -36,7 +34,6 @@ from reflogp.service.fetching import Fetching
 from reflogp.service.ledger import Claim, DifferentContentError, Ledger, QueueFullError, Submission
 from reflogp.service.metrics import Metrics
 from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobProgress, JobRequest, JobSettings, JobState
-from reflogp.service.pending_writes import PendingWrites
 from reflogp.service.pool import Pool, WorkerHandle
 from reflogp.service.problems import Problem
 from reflogp.service.registry import ReferenceRegistry
@@ -48,10 +45,12 @@ from reflogp.service.settings import ServerSettings
 from reflogp.service.supervision import supervise
 from reflogp.service.threads import Threads
 from reflogp.service.uploads import Uploads
-from reflogp.store import ReferenceNotFoundError
+from reflogp.store import ReferenceNotFoundError, ReflogpError
 from reflogp.store.texts import counted, hide_secrets, shortened_without_secrets
 
 logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 #: A job fails if this many of its runners have died since values of the job were last committed.
 _DEATHS = 3
@@ -73,11 +72,10 @@ _LOOK_SECONDS = 2.0
 #: A job that was first submitted less than this many seconds ago may be overtaken by newer jobs of the same priority whose
 #: model is already loaded.
 _PATIENCE_SECONDS = 60.0
-#: Seconds between rounds of housekeeping, and the shorter pause after a round in which a step failed.
-_HOUSEKEEPING_SECONDS, _HOUSEKEEPING_AGAIN_SECONDS = 3600.0, 60.0
-#: Seconds between probes of a working ledger, between attempts to use a failing ledger, and between searches for jobs that are
-#: recorded as running although no worker is running them.
-_PROBE_SECONDS, _PROBE_AGAIN_SECONDS, _LOST_SECONDS = 5.0, 1.0, 60.0
+#: Seconds between rounds of housekeeping.
+_HOUSEKEEPING_SECONDS = 3600.0
+#: Seconds between checks of a working ledger, and between attempts to use a failing one.
+_LEDGER_SECONDS, _LEDGER_AGAIN_SECONDS = 5.0, 1.0
 
 
 #: Maximum number of rows of a dataset that gets a report, because a report keeps some hundred bytes of each row in memory.
@@ -91,18 +89,14 @@ _FILE_THREADS = 4
 _STORE_PAUSE, _LONGEST_STORE_PAUSE, _STORE_TRIES = 30.0, 600.0, 20
 
 
-#: (Function that writes to the ledger, callback that is called with the function's result).
-_Write = tuple[Callable[[], Any], Callable[[Any], None]]
-
-
 class _Running:
     """A job that was claimed from the ledger and has not ended.
 
     Attributes:
-        runner: the job's process; None until it has started.
+        runner: the job's process; None until it has started, and when it has ended.
         workers: numbers of the workers that are lent to the job.
         failures: worker number -> how often the worker has died while it was lent to the job.
-        cancelled: whether the job has been cancelled.
+        cancelled: whether the job has been cancelled; it may have been stopped for another reason before.
         stop_reason: why the job must stop (a key of _STOPPED), or None if it may continue.
         killed_for: reason why the runner was killed.
         counted: the progress that the metrics already include.
@@ -158,8 +152,7 @@ class Precompute:
         self._registry = registry
         self._uploads = uploads
         self._metrics = metrics
-        self._pending = PendingWrites(ledger)
-        self._fetching = Fetching(settings, ledger, self._pending, files, self._fetch_changed, self._fail)
+        self._fetching = Fetching(settings, ledger, files, self._recorded, self._fetch_changed, self._finish)
         self._files = Threads("the dataset's file system", _FILE_THREADS)
         self._models = Threads("the model's file system", _FILE_THREADS, 60.0)
         self._reports = Threads("the report", 1, _REPORT_SECONDS)
@@ -167,16 +160,18 @@ class Precompute:
         self._pool: Pool
         self._context = context
         self._running: dict[str, _Running] = {}  # job id -> the running job
-        self._cancelled: set[str] = set()  # ids of running jobs that must stop because they were cancelled
-        self._store_failures: Counter[str] = Counter()  # ids of running and queued jobs whose store could not be used
+        # id of a running or queued job -> how often its store could not be used, and how many of its runners have died, since
+        # values of the job were last committed
+        self._store_failures: Counter[str] = Counter()
+        self._deaths: Counter[str] = Counter()
         self._paused: dict[str, float] = {}  # id of a job -> when it may be tried again, on the clock of time.monotonic
         self._watchers: dict[str, set[asyncio.Event]] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._wanted = asyncio.Event()
-        self._look_for_lost = True
         self._closing = False
         self._tasks: list[asyncio.Task[None]] = []
-        self._flusher: asyncio.Task[None] | None = None
+        #: Number of writes that have not reached the ledger yet.
+        self.unrecorded = 0
 
     def start(self, pool: Pool) -> None:
         """Start the background tasks. Jobs that were unfinished when the service last stopped are continued."""
@@ -186,11 +181,9 @@ class Precompute:
             "assigning jobs": self._assign_for_ever,
             "fetching datasets": self._fetching.run,
             "housekeeping": self._keep_house,
-            "watching the ledger": self._watch_ledger,
             "watching runners": self._watch_runners,
         }
         self._tasks = [asyncio.create_task(supervise(name, run)) for name, run in work.items()]
-        self._flusher = asyncio.create_task(supervise("recording the state of jobs", self._pending.run))
 
     def drain(self) -> None:
         """Stop assigning jobs and fetching datasets, and answer all requests that wait for a job's next change."""
@@ -211,24 +204,23 @@ class Precompute:
         for running in list(self._running.values()):
             self._kill(running, "it did not stop in time")
 
-    async def close(self) -> None:
-        """Stop the background tasks, and write to the ledger all job states that have not been recorded yet.
+    async def _recorded(self, job: str, write: Callable[[], _Result]) -> _Result | None:
+        """Write to the ledger, again and again until it works. Return None if the service ends first.
 
-        If the states of some jobs cannot be recorded, log the number of those jobs.
+        The ledger then lists the job as running, or as waiting for its dataset, and the next service continues it.
         """
-        self.drain()
-        if self._flusher is not None:
-            self._flusher.cancel()
-        if not await self._pending.flush():
-            logger.error(
-                "could not record the state of %s; unfinished jobs continue when the service is started again",
-                counted(len(self._pending.jobs), "job"),
-            )
-
-    @property
-    def unrecorded(self) -> int:
-        """Number of writes that have not reached the ledger yet."""
-        return len(self._pending)
+        self.unrecorded += 1
+        try:
+            while True:
+                try:
+                    return await to_thread.run_sync(write)
+                except LedgerError as error:
+                    if self._closing:
+                        logger.error("a change could not be recorded: %s", error, extra={"job": job})
+                        return None
+                await asyncio.sleep(_LEDGER_AGAIN_SECONDS)
+        finally:
+            self.unrecorded -= 1
 
     async def submit(
         self, request: JobRequest, who: str, idempotency_key: str | None, received: tuple[Path, str] | None = None
@@ -313,10 +305,9 @@ class Precompute:
             raise Problem(409, f"the job is already {state or job.state}", "only queued and running jobs can be cancelled")
         self._fetching.cancel(job_id)
         if state == "queued":
-            self._ended(job_id, "cancelled", None, True)
-        else:
-            self._cancelled.add(job_id)
-            self._stop_if_cancelled()
+            self._ended(job_id, "cancelled")
+        elif (running := self._running.get(job_id)) is not None:
+            self._cancel(running)
         return await self.get(job_id)
 
     async def retry(self, job_id: str) -> Job:
@@ -426,76 +417,70 @@ class Precompute:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    def _end_of(self, running: _Running, message: dict[str, Any]) -> _Write:
-        """Return the ledger write for a frame in which a runner reports that its job is done, has failed, or was stopped."""
-        job = running.claim.id
+    async def _record_end(self, running: _Running, message: dict[str, Any]) -> None:
+        """Record the end of a job whose runner reports that it is done, has failed, or was stopped."""
+        job, source = running.claim.id, running.claim.source
         match message["end"]:
             case "done":
-                return self._finish(job, "done", summary=message["summary"])
+                await self._finish(job, "done", summary=message["summary"])
             case "failed":
-                source = running.claim.source
-                return self._finish(job, "failed", error=message["error"].replace(source.get("file", "\0"), source["name"]))
+                await self._finish(job, "failed", error=message["error"].replace(source["file"], source["name"]))
             case _ if message["error"] is None or running.cancelled:
-                return self._stopped(running)
-        error = f"the store cannot be used: {shortened_without_secrets(message['error'])}"
+                await self._record_stop(running)
+            case _:
+                await self._record_trouble_with_store(job, shortened_without_secrets(message["error"]))
+
+    async def _record_trouble_with_store(self, job: str, error: str) -> None:
+        error = f"the store cannot be used: {error}"
         self._store_failures[job] += 1
         if self._store_failures[job] > _STORE_TRIES:
-            del self._store_failures[job]
-            return self._finish(job, "failed", error=error)
-        pause = min(_LONGEST_STORE_PAUSE, _STORE_PAUSE * 2 ** (self._store_failures[job] - 1))
-        self._paused[job] = time.monotonic() + pause
-        asyncio.get_running_loop().call_later(pause, self._assign)
-        return self._give_back(job, error)
+            await self._finish(job, "failed", error=error)
+        else:
+            pause = min(_LONGEST_STORE_PAUSE, _STORE_PAUSE * 2 ** (self._store_failures[job] - 1))
+            self._paused[job] = time.monotonic() + pause
+            asyncio.get_running_loop().call_later(pause, self._assign)
+            await self._give_back(job, error)
 
-    def _stopped(self, running: _Running) -> _Write:
-        """Return the ledger write for a job that was stopped."""
+    async def _record_stop(self, running: _Running) -> None:
         if running.cancelled:
-            return self._finish(running.claim.id, "cancelled")
-        return self._give_back(running.claim.id, _STOPPED[running.stop_reason or "end"])
+            await self._finish(running.claim.id, "cancelled")
+        else:
+            await self._give_back(running.claim.id, _STOPPED[running.stop_reason or "end"])
 
-    def _died(self, running: _Running, reason: str) -> _Write:
-        """Return the ledger write for a job whose runner has exited without a report."""
-        job = running.claim.id
+    async def _record_death(self, running: _Running, reason: str) -> None:
+        """Record that a job's runner has exited without a report."""
+        job, reason = running.claim.id, running.killed_for or reason
         if running.stop_reason is not None:
-            return self._stopped(running)
-        reason = running.killed_for or reason
+            await self._record_stop(running)
+            return
         logger.warning("the process that ran the job ended: %s", reason, extra={"job": job})
+        self._deaths[job] += 1
+        if self._deaths[job] < _DEATHS:
+            await self._give_back(job, f"the process that ran the job ended: {reason}")
+        else:
+            error = f"{_DEATHS} processes that ran the job ended without making progress; the last time, {reason}"
+            await self._finish(job, "failed", error=error)
 
-        def recorded(deaths: int | None) -> None:  # None: the write failed with an unexpected error, which was logged
-            if deaths is not None and deaths >= _DEATHS:
-                self._ended(job, "failed", f"{deaths} processes that ran the job ended without making progress", True)
-            else:
-                self._notify(job)
-
-        return partial(self._ledger.died, job, f"the process that ran the job ended: {reason}", _DEATHS), recorded
-
-    def _give_back(self, job: str, note: str) -> _Write:
-        """Return the ledger write that puts a running job back into the queue and records the reason."""
+    async def _give_back(self, job: str, note: str) -> None:
+        """Put a running job back into the queue."""
         logger.info("job queued again: %s", note, extra={"job": job})
-        return partial(self._ledger.give_back, job, note), lambda _: self._notify(job)
+        await self._recorded(job, partial(self._ledger.give_back, job, note))
+        self._notify(job)
 
-    def _finish(self, job: str, state: JobState, summary: dict[str, Any] | None = None, error: str | None = None) -> _Write:
+    async def _finish(self, job: str, state: JobState, summary: dict[str, Any] | None = None, error: str | None = None) -> None:
         # the error may quote a dataset or a chat template, so it can be long and contain secrets
         error = None if error is None else shortened_without_secrets(error)
-        finish = partial(self._ledger.finish, job, state, summary=summary, error=error)
-        return finish, partial(self._ended, job, state, error)
+        changed = await self._recorded(job, partial(self._ledger.finish, job, state, summary=summary, error=error))
+        self._ended(job, state, error, bool(changed))
 
-    def _ended(self, job: str, state: JobState, error: str | None, changed: bool) -> None:
-        """Count and log the end of a job and notify its watchers. Call this after recording the end in the ledger.
-
-        Args:
-            changed: False if the job had already ended. The end is then neither counted nor logged again.
-        """
-        self._store_failures.pop(job, None)
-        self._paused.pop(job, None)
+    def _ended(self, job: str, state: JobState, error: str | None = None, changed: bool = True) -> None:
+        """Count and log the end of a job, which the ledger has recorded, unless it had ended before. Notify its watchers."""
+        for troubles in (self._store_failures, self._deaths, self._paused):
+            troubles.pop(job, None)
         if changed:
             self._metrics.jobs_ended.labels(state).inc()
             logger.info("job %s%s", state, f": {error}" if error else "", extra={"job": job})
         self._notify(job)
-
-    async def _fail(self, job: str, error: str) -> None:
-        """Record that a queued job failed."""
-        await self._pending.put(job, *self._finish(job, "failed", error=error))
 
     def _fetch_changed(self, job: str) -> None:
         self._notify(job)
@@ -514,39 +499,32 @@ class Precompute:
         self._fetching.look()
 
     async def _assign_for_ever(self) -> None:
-        """Assign jobs to workers after each call of `_assign`, and at least once every _LOST_SECONDS.
+        """Assign jobs to workers after each call of `_assign`, and check the ledger. This coroutine never returns.
 
-        This coroutine never returns. No other task claims jobs.
+        No other task claims jobs. Stop the service if the ledger is damaged.
         """
-        looked, failures = 0.0, 0
+        check_at = 0.0
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._wanted.wait(), _LOST_SECONDS)
+                await asyncio.wait_for(self._wanted.wait(), max(0.0, check_at - time.monotonic()))
             self._wanted.clear()
             try:
-                failed = self._ledger.failures != failures  # the ledger may have recorded a claim that failed
-                if self._look_for_lost or failed or time.monotonic() - looked > _LOST_SECONDS:
-                    failures = self._ledger.failures
-                    await self._requeue_lost()
-                    looked, self._look_for_lost = time.monotonic(), False
+                if time.monotonic() >= check_at:
+                    await self._check_ledger()
+                    check_at = time.monotonic() + _LEDGER_SECONDS
                 await self._assign_once()
-            except LedgerError:
-                await asyncio.sleep(_PROBE_AGAIN_SECONDS)
-                self._wanted.set()
+            except LedgerError:  # the ledger may have recorded a claim that failed, which the next check finds
+                check_at = 0.0
+                await asyncio.sleep(_LEDGER_AGAIN_SECONDS)
 
-    async def _requeue_lost(self) -> None:
-        """Find all jobs that the ledger lists as running although they have no runner.
-
-        Queue these jobs again, but end those that were cancelled.
-        """
-        held = set(self._running)
-        self._cancelled &= held
-        known = self._pending.jobs | held
-        if lost := await to_thread.run_sync(self._ledger.requeue_running, "the service or the job's worker ended", known):
-            logger.info(
-                "the ledger listed %s as running without a worker; each was queued again, or ended if it was cancelled",
-                counted(lost, "job"),
-            )
+    async def _check_ledger(self) -> None:
+        """Write to the ledger, and queue the jobs again that it lists as running although they have no runner."""
+        if isinstance(self._ledger.trouble, LedgerDamagedError):
+            logger.critical("the service stops because its ledger of jobs is damaged")
+            signal.raise_signal(signal.SIGTERM)
+        lost = await to_thread.run_sync(self._ledger.requeue_lost, set(self._running), "the service ended")
+        if lost:
+            logger.info("%s of a service that was killed: queued again, or ended if cancelled", counted(lost, "running job"))
 
     async def _assign_once(self) -> None:
         """Start queued jobs, each with a worker that is idle or that another job can spare.
@@ -558,8 +536,7 @@ class Precompute:
                 self._lend_idle(running)
         while (worker := self._spare_worker()) is not None:
             self._paused = {job: until for job, until in self._paused.items() if until > time.monotonic()}
-            but = self._pending.jobs | set(self._paused)
-            claim = await to_thread.run_sync(self._ledger.claim, worker.loaded, _PATIENCE_SECONDS, but)
+            claim = await to_thread.run_sync(self._ledger.claim, worker.loaded, _PATIENCE_SECONDS, set(self._paused))
             if claim is None:
                 break
             for other in self._running.values():
@@ -567,10 +544,9 @@ class Precompute:
                     other.workers.discard(worker.number)
                     other.send({"op": "take_back", "worker": worker.number})
             running = self._running[claim.id] = _Running(claim, worker.number)
-            self._stop_if_cancelled()
             self._in_background(self._run(running))
             self._notify(claim.id)
-        highest = await to_thread.run_sync(self._ledger.highest_queued_priority, self._pending.jobs | set(self._paused))
+        highest = await to_thread.run_sync(self._ledger.highest_queued_priority, set(self._paused))
         busy = [running for running in self._running.values() if not running.stop_reason and self._has_ready_worker(running)]
         if highest is not None and busy and not any(running.stop_reason for running in self._running.values()):
             lowest = min(busy, key=lambda running: running.claim.priority)
@@ -631,65 +607,78 @@ class Precompute:
         """Run a claimed job, and record how it ended."""
         job = running.claim.id
         try:
-            write = await self._begin(running) or await self._follow(running)
+            if await self._begin(running):
+                await self._follow(running)
         except Exception as error:
             logger.exception("a job could not be run", extra={"job": job})
             self._kill(running, "the service could not handle a message from it")
-            write = self._finish(job, "failed", error=f"{type(error).__name__}: {error}")
-        recorded = self._pending.put(job, *write)  # before the job is removed; otherwise, `_requeue_lost` might queue it again
-        del self._running[job]
-        self._cancelled.discard(job)
-        await recorded
-        self._assign()
+            await self._finish(job, "failed", error=f"{type(error).__name__}: {error}")
+        finally:
+            del self._running[job]
+            self._assign()
 
-    async def _follow(self, running: _Running) -> _Write:
-        """Handle the frames of a job's runner until the job ends. Return the ledger write for its end."""
-        assert running.runner is not None
-        while (frame := await running.runner.receive()) is not None:
+    async def _follow(self, running: _Running) -> None:
+        """Handle the frames of a job's runner until the job ends, and record its end."""
+        runner = running.runner
+        assert runner is not None
+        report: dict[str, Any] | None = None
+        while report is None and (frame := await runner.receive()) is not None:
             message, _ = frame
             if message["op"] == "job":
-                self._in_background(running.runner.wait())
-                return self._end_of(running, message)
-            self._progressed(running, message)
-        return self._died(running, await running.runner.wait())
+                report = message
+            else:
+                self._progressed(running, message)
+        reason = "" if report is not None else await runner.wait()
+        running.runner = None
+        running.workers.clear()  # they may work for other jobs, however long it takes to record the end
+        self._assign()
+        if report is not None:
+            self._in_background(runner.wait())
+            await self._record_end(running, report)
+        else:
+            await self._record_death(running, reason)
 
     def _progressed(self, running: _Running, message: dict[str, Any]) -> None:
         job, progress = running.claim.id, JobProgress(**message["progress"])
         self._count(running, progress)
         if message["committed"]:
             self._store_failures.pop(job, None)
-            if running.claim.deaths:
-                running.claim = replace(running.claim, deaths=0)
-                self._in_background(self._pending.put(job, partial(self._ledger.forget_deaths, job)))
+            self._deaths.pop(job, None)
         self._lend_idle(running)
         self._ledger.progressed(job, progress)
         self._notify(job)
 
-    async def _begin(self, running: _Running) -> _Write | None:
-        """Start a job's runner. If the job cannot run, return the ledger write that says so."""
+    async def _begin(self, running: _Running) -> bool:
+        """Start a job's runner. If the job cannot run, record why and return False."""
         claim = running.claim
+        if await self._recorded(claim.id, partial(self._ledger.is_cancelled, claim.id)):  # before it was in `_running`
+            self._cancel(running)
         try:
             if "uri" in claim.source and not await to_thread.run_sync(Path(claim.source["file"]).exists):
                 note = "the fetched dataset was deleted; fetching it again"
-                return partial(self._ledger.fetch_again, claim.id, note), lambda _: self._fetch_changed(claim.id)
+                await self._recorded(claim.id, partial(self._ledger.fetch_again, claim.id, note))
+                self._fetch_changed(claim.id)
+                return False
             order = await self._order(claim)
-        except ReferenceNotFoundError as error:
-            return self._finish(claim.id, "failed", error=str(error))
-        except Exception as error:
+        except (ReflogpError, Problem, OSError) as error:
             detail = error.detail if isinstance(error, Problem) else str(error)
-            return self._finish(claim.id, "failed", error=f"the dataset cannot be used: {detail}")
+            what = "" if isinstance(error, ReferenceNotFoundError) else "the dataset cannot be used: "
+            await self._finish(claim.id, "failed", error=what + detail)
+            return False
         if running.stop_reason is not None:
-            return self._stopped(running)
+            await self._record_stop(running)
+            return False
         try:
             running.runner = await start_runner(order, self._context)
         except (OSError, EOFError) as error:  # the machine has no memory or no processes left
-            return self._died(running, f"it could not be started: {error}")
+            await self._record_death(running, f"it could not be started: {error}")
+            return False
         logger.info("job started, pid %s, on worker %s", running.runner.pid, *running.workers, extra={"job": claim.id})
         for number in running.workers:
             self._lend(running, number)
         if running.stop_reason is not None:
             self._stop(running, running.stop_reason)
-        return None
+        return True
 
     async def _order(self, claim: Claim) -> JobOrder:
         """Raises ReferenceNotFoundError if the reference is no longer served, and Problem if its dataset is not allowed."""
@@ -717,12 +706,9 @@ class Precompute:
             traceparent=claim.traceparent,
         )
 
-    def _stop_if_cancelled(self) -> None:
-        """Stop each job that was cancelled."""
-        for job, running in self._running.items():
-            if job in self._cancelled and not running.cancelled:
-                running.cancelled = True
-                self._stop(running, "cancelled")
+    def _cancel(self, running: _Running) -> None:
+        running.cancelled = True
+        self._stop(running, "cancelled")
 
     def _stop(self, running: _Running, why: str) -> None:
         """Tell a job's runner to stop, and kill it if it has not exited after _STOP_SECONDS."""
@@ -778,29 +764,16 @@ class Precompute:
         for changed in self._watchers.get(job, ()):
             changed.set()
 
-    async def _watch_ledger(self) -> None:
-        """Check every few seconds whether the ledger can be written. Stop the service if the ledger is damaged."""
-        while True:
-            await to_thread.run_sync(self._ledger.probe)
-            if isinstance(self._ledger.trouble, LedgerDamagedError):
-                logger.critical("the service stops because its ledger of jobs is damaged")
-                signal.raise_signal(signal.SIGTERM)
-            await asyncio.sleep(_PROBE_SECONDS if self._ledger.trouble is None else _PROBE_AGAIN_SECONDS)
-
     async def _keep_house(self) -> None:
         """Delete old jobs and unneeded dataset files every hour. This coroutine never returns."""
         while True:
             moment = datetime.now(UTC) - timedelta(days=self._settings.keep_days)
-            steps: list[Callable[[], object]] = [partial(self._forget_before, moment), self._datasets.collect]
-            failed = False
-            for step in steps:
-                try:
-                    await to_thread.run_sync(step)
-                except Exception as error:  # continue with the other steps; the next round retries this one
-                    failed = True
-                    known = isinstance(error, LedgerError | OSError)
-                    logger.warning("a housekeeping step failed: %s", error, exc_info=not known)
-            await asyncio.sleep(_HOUSEKEEPING_AGAIN_SECONDS if failed else _HOUSEKEEPING_SECONDS)
+            try:
+                await to_thread.run_sync(self._forget_before, moment)
+                await to_thread.run_sync(self._datasets.collect)
+            except (LedgerError, OSError) as error:
+                logger.warning("old jobs and datasets could not be deleted: %s", error)
+            await asyncio.sleep(_HOUSEKEEPING_SECONDS)
 
     def _forget_before(self, moment: datetime) -> None:
         """Delete jobs that ended before the given time.
