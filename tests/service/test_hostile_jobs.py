@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from reflogp.client import Client, RequestRefusedError
-from reflogp.service.runner.job import Progress
 from reflogp.store.texts import MOST_CHARACTERS
 from tests.conftest import save_llama, write_rows
 from tests.scoring.hostile_rows import obedient, pair, write_raw
@@ -142,16 +141,6 @@ def test_no_text_of_a_row_is_kept_whole(client, service, place, tmp_path):
     assert max(map(len, list(service.log)[before:]), default=0) < 5_000
     kept = [file for file in (place / "state").rglob("*") if file.is_file() and "uploads" not in file.parts]
     assert {file.name: file.stat().st_size for file in kept if file.stat().st_size > 2_000_000} == {}
-
-
-def test_a_job_keeps_a_limited_number_of_different_texts_about_bad_rows(monkeypatch):
-    monkeypatch.setattr("reflogp.service.runner.job._TEXTS", 3)
-    progress = Progress(None)
-    for row in range(10):
-        progress.bad_row(row, f"problem {row // 2}")
-    progress.bad_row(10, "problem 0")
-    kept = [f"problem {row // 2}" for row in range(6)]
-    assert list(progress.problems.values()) == [*kept, *["the row cannot be used"] * 4, "problem 0"]
 
 
 def test_no_text_of_a_row_is_printed_whole(reflogp, model, tmp_path):

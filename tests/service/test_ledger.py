@@ -9,8 +9,9 @@ import time
 import pytest
 
 from reflogp.service.errors import LedgerDamagedError, LedgerUnavailableError
-from reflogp.service.ledger import DifferentContentError, Ledger, Submission
+from reflogp.service.ledger import Ledger, Submission
 from reflogp.service.models import DatasetSpec, JobProgress, JobSettings
+from reflogp.service.problems import Problem
 from reflogp.store import UsageError
 
 
@@ -39,7 +40,7 @@ def test_the_same_identity_is_one_job_and_another_content_is_refused(ledger):
     first, new = put(ledger, "one")
     again, anew = put(ledger, "one")
     assert (first.id, new, anew) == (again.id, True, False)
-    with pytest.raises(DifferentContentError):
+    with pytest.raises(Problem, match="already used for a different job"):
         put(ledger, "one", content="other")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from reflogp.client import Client, tables
 from reflogp.service import registry
-from reflogp.service.ledger import Ledger, QueueFullError
+from reflogp.service.ledger import Ledger
 from reflogp.service.metrics import Metrics
 from reflogp.service.online import OnlineScoring
 from reflogp.service.problems import Problem
@@ -79,7 +79,7 @@ def ledger(tmp_path):
 
 def test_a_full_queue_refuses_new_jobs_and_finds_known_ones(ledger):
     first, _ = put(ledger, "one", most_queued=1)
-    with pytest.raises(QueueFullError):
+    with pytest.raises(Problem, match="too many jobs"):
         put(ledger, "two", most_queued=1)
     assert put(ledger, "one", most_queued=1) == (first, False)
 

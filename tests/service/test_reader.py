@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import random
 import subprocess
 import sys
@@ -353,7 +354,9 @@ def test_a_file_that_a_live_process_writes_is_not_deleted(model, tmp_path):
     windows = iter(JobDataset(reading(file, model, form="tokens"), kept, lambda: None, lambda: None, lambda: None))
     next(windows)
     [partial] = kept.parent.glob(".*.partial")
-    (kept.parent / ".other.arrow.12345678.partial").write_bytes(b"left by a killed process")
+    left = kept.parent / ".other.arrow.12345678.partial"
+    left.write_bytes(b"left by a killed process")
+    os.utime(left, (0, 0))
     delete_abandoned(kept.parent)
     assert list(kept.parent.glob(".*")) == [partial]
     assert sum(len(window.table) for window in windows) == 3000 - 1024

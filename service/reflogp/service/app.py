@@ -38,6 +38,7 @@ from reflogp.service.routes.scores import scores_router
 from reflogp.service.routes.uploads import uploads_router
 from reflogp.service.runner.order import JobContext
 from reflogp.service.runner.process import start_fork_server
+from reflogp.service.scheduling import JobScheduler
 from reflogp.service.settings import ServerSettings
 from reflogp.service.sites import SameSiteGuard, SecurityHeaders
 from reflogp.service.supervision import supervise
@@ -84,19 +85,20 @@ def create_app(settings: ServerSettings) -> FastAPI:
     files = DatasetFiles(folder / "uploads", ledger, settings)
     uploads = Uploads(files, ledger)
     shared = JobContext(registry.store.uri, folder / "tokens", settings.max_uploads_bytes // 3, _ROW_SECONDS)
-    precompute = Precompute(settings, folder, ledger, registry, uploads, files, metrics, shared)
+    scheduler = JobScheduler(settings, ledger, registry, files, metrics, shared, folder / "results")
+    precompute = Precompute(settings, ledger, registry, uploads, files, scheduler)
     online = OnlineScoring(settings, registry, metrics)
     large = LargeRequests()
-    context = Context(settings, registry, ledger, precompute, online, uploads, metrics, large)
+    context = Context(settings, registry, ledger, precompute, scheduler, online, uploads, metrics, large)
 
     async def on_frame(worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
         await online.on_frame(worker, message, body)
-        await precompute.on_frame(worker, message, body)
+        await scheduler.on_frame(worker, message, body)
 
     async def on_death(worker: WorkerHandle, reason: str) -> None:
         metrics.worker_deaths.inc()
         at_online = await online.on_death(worker, reason)
-        await precompute.on_death(worker, reason, blame=not at_online)
+        await scheduler.on_death(worker, reason, blame=not at_online)
 
     sockets = tempfile.TemporaryDirectory(prefix="reflogp-")  # a short path, which no other user can enter
     configurations = _configurations(settings, registry, Path(sockets.name), _devices(settings, registry))
@@ -106,14 +108,16 @@ def create_app(settings: ServerSettings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         online.start(pool)
-        precompute.start(pool)
+        scheduler.start(pool)
         pool.start()
         forking = asyncio.create_task(_prepare_runners()) if configurations else None
-        watch = asyncio.create_task(supervise("checking the store", registry.watch))
+        tasks = {"checking the store": registry.watch, "housekeeping": precompute.keep_house}
+        watches = [asyncio.create_task(supervise(name, run)) for name, run in tasks.items()]
         yield
-        watch.cancel()
-        precompute.drain()
-        await precompute.stop_jobs()
+        for watch in watches:
+            watch.cancel()
+        scheduler.drain()
+        await scheduler.stop()
         await pool.close()
         if forking is not None:
             forking.cancel()

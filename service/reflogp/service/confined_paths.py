@@ -74,9 +74,7 @@ class OpenDataset:
     """A dataset below a root folder whose files are kept open, so that what is read is what was checked.
 
     Args:
-        root: folder that the dataset's path must not lead out of; None for a dataset in a folder of the service's own, which is
-            read by its path.
-        path: the dataset's path.
+        root: folder that the dataset's path must not lead out of; None for a dataset in the service's own folder.
         digest: expected digest of the content (see `digest_below`).
 
     Attributes:
@@ -126,10 +124,10 @@ class OpenDataset:
 
 
 def image_below(root: Path, dataset: Path) -> Callable[[str], int]:
-    """Return a function that opens an image by its path in a dataset row, and returns the file's descriptor.
+    """Return a function that opens an image by its path in a row of `dataset`, and returns the file's descriptor.
 
     Relative paths are resolved against the dataset's folder. The function raises RowError for a path that is too long, leads
-    outside the root, is hidden or cannot be opened. `dataset` is the dataset's path with all symbolic links resolved.
+    outside the root, is hidden or cannot be opened.
     """
     folder = dataset if dataset.is_dir() else dataset.parent
 

@@ -10,29 +10,20 @@ from reflogp.service.metrics import Metrics
 from reflogp.service.online import OnlineScoring
 from reflogp.service.precompute import Precompute
 from reflogp.service.registry import ReferenceRegistry
+from reflogp.service.scheduling import JobScheduler
 from reflogp.service.settings import ServerSettings
 from reflogp.service.uploads import Uploads
 
 
 @dataclass(frozen=True)
 class Context:
-    """The components of a running service.
-
-    Attributes:
-        settings: settings that the service was started with.
-        registry: references and their snapshots.
-        ledger: records of all jobs and uploads.
-        precompute: submits, cancels and retries jobs, assigns them to workers, and follows their progress.
-        online: scores sequences while the caller waits.
-        uploads: uploaded dataset files.
-        metrics: counters, gauges and histograms.
-        large: limits how many large requests are processed at the same time.
-    """
+    """The components of a running service."""
 
     settings: ServerSettings
     registry: ReferenceRegistry
     ledger: Ledger
     precompute: Precompute
+    scheduler: JobScheduler
     online: OnlineScoring
     uploads: Uploads
     metrics: Metrics

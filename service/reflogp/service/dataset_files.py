@@ -40,7 +40,6 @@ class DatasetFiles:
     """The folder of datasets, which is created if it does not exist. All methods block and are thread-safe.
 
     Attributes:
-        folder: path of the folder.
         most_bytes: maximum size of a dataset.
         used: total size of the datasets in bytes, and of what is reserved for those that are arriving.
     """
@@ -103,10 +102,7 @@ class DatasetFiles:
         )
 
     def keep(self, arrived: Path, name: str, size: int) -> Path:
-        """Give a complete file or folder its final name, and return its new path.
-
-        If a dataset of this name exists, its content is the same. Then `arrived` is left where it is, and no longer counted.
-        """
+        """Give a complete file or folder its final name. If it exists already, its content is the same."""
         dataset = self.folder / name
         with self._naming:
             if dataset.exists():

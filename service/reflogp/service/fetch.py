@@ -1,11 +1,9 @@
 """Fetch datasets by URI, but only from buckets and Hub repositories that an administrator allows.
 
-The settings list the allowed URI prefixes. The prefixes s3://, gs:// and az:// allow every bucket of the object store with that
-scheme, and hf:// allows every dataset repository on the Hugging Face Hub. A prefix that names a repository without a revision
-allows the repository's files at every revision.
+The setting dataset_uris lists the allowed prefixes. s3://, gs:// and az:// allow every bucket with that scheme, and hf:// every
+dataset repository on the Hub. A prefix that names a repository without a revision allows all its revisions.
 
-The time limit (_FETCH_SECONDS) does not interrupt a request to an object store or the Hub. The client libraries have
-their own timeouts, so a fetch may take a few minutes longer than the limit.
+The time limit (_FETCH_SECONDS) does not interrupt a request: the client libraries have timeouts of their own.
 """
 
 from __future__ import annotations
@@ -61,10 +59,8 @@ class _Uri:
 def check_uri(uri: str, settings: ServerSettings, config: str | None = None) -> None:
     """Raise an error if a URI, or the config of a dataset, can be refused without opening a connection.
 
-    Raises:
-        Problem: 403 if the settings do not allow the URI, 422 if it is malformed, names neither a dataset file nor a whole
-            repository on the Hub, or names a file although `config` is given.
-        UsageError: a prefix in the settings is malformed.
+    Raises Problem: 403 if the settings do not allow the URI, 422 if it is malformed, names neither a dataset file nor a whole
+    repository on the Hub, or names a file although `config` is given. Raises UsageError for a malformed prefix in the settings.
     """
     try:
         parsed = _parse(uri)
@@ -101,14 +97,10 @@ def fetch(
     """Fetch a dataset, and return the path and digest of its file, or of a folder with its files. This call blocks.
 
     Args:
-        cancelled: function that returns True if the fetch must stop. It is called after each chunk, and a few times per second
-            while the files of a Hub dataset are looked up.
+        cancelled: returns True if the fetch must stop. It is called a few times per second.
         config, split: what to fetch if the URI names a whole dataset on the Hub; None for the default config.
 
-    Raises:
-        FetchCancelledError: `cancelled` returned True.
-        DatasetError: the URI is not allowed, or the dataset cannot be read or kept within the limits.
-        LedgerError: there is no space left, and the ledger could not be read to find datasets that can be deleted.
+    Raises FetchCancelledError, DatasetError, or LedgerError if the ledger could not be read to find datasets to delete.
     """
     deadline = time.monotonic() + _FETCH_SECONDS
 

@@ -60,7 +60,6 @@ class Fetching:
         self._news.set()
 
     def cancel(self, job: str) -> None:
-        """If the dataset of a job is being fetched, stop the fetch."""
         if job in self._fetches:
             self._fetches[job][0].set()
 
@@ -70,7 +69,6 @@ class Fetching:
             self.cancel(job)
 
     async def run(self) -> None:
-        """Start a fetch for each queued job whose dataset has not been fetched yet. This coroutine never returns."""
         while True:
             self._news.clear()
             free = _MOST_FETCHES - len(self._fetches)
@@ -104,7 +102,6 @@ class Fetching:
             self.look()
 
     async def _note(self, job: str, incoming: Incoming) -> None:
-        """Write the progress of a fetch into the job's note every few seconds."""
         while True:
             note = "the dataset is being fetched" + (f": {byte_count(incoming.size)} so far" if incoming.size else "")
             with suppress(LedgerError):

@@ -56,6 +56,5 @@ class LargeRequests:
 
 
 def content_length(request: Request) -> int | None:
-    """Return the request's Content-Length, or None if it has none."""
     declared = request.headers.get("content-length", "")
     return int(declared) if declared.isascii() and declared.isdigit() else None

@@ -1,10 +1,8 @@
 """Store the service's ledger in an SQLite file in WAL mode.
 
 The ledger records all uploads and all jobs, with each job's state and summary. The progress of a running job is only
-in memory until its state changes.
-
-A write is on disk when its call returns, so a service that is killed loses no change of a job's state. The ledger is
-thread-safe, and belongs to one service at a time. A call that fails raises LedgerError.
+in memory until its state changes. A write is on disk when its call returns, so a service that is killed loses no change of a
+job's state. The ledger is thread-safe, and belongs to one service at a time. A call that fails raises LedgerError.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from typing import Any, TypeVar
 from reflogp.service.errors import LedgerError
 from reflogp.service.ledger_file import LedgerFile
 from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobProgress, Jobs, JobSettings, JobState
+from reflogp.service.problems import Problem
 
 _Result = TypeVar("_Result")
 
@@ -110,15 +109,7 @@ class Claim:
 
 
 class Ledger:
-    """A ledger of jobs and uploads in one SQLite file.
-
-    Args:
-        file: path of the SQLite file, which is created if it does not exist.
-        patience_seconds: how long a call waits for a lock that another process holds, before it raises LedgerError.
-
-    Raises:
-        UsageError: the file was written by a newer version of reflogp, is not an SQLite database, is damaged, or is locked.
-    """
+    """A ledger of jobs and uploads in one SQLite file; see LedgerFile."""
 
     def __init__(self, file: Path, patience_seconds: float = 5.0) -> None:
         self._file = LedgerFile(file, _SCHEMA, _VERSION, patience_seconds)
@@ -143,9 +134,8 @@ class Ledger:
         If a job with the same identity exists, that job is returned, except in the cases described under `lasting` in
         Submission. If that job has failed or was cancelled, it is first queued again.
 
-        Raises:
-            DifferentContentError: a job with this identity exists, but its content is different.
-            QueueFullError: the job would be new, but `most_queued` jobs are already queued.
+        Raises Problem: 409 if a job with this identity has different content, and 429 if the job would be new, but
+        `most_queued` jobs are already queued.
         """
 
         def submit(db: sqlite3.Connection) -> tuple[Job, bool]:
@@ -160,7 +150,11 @@ class Ledger:
                 known = None
             if known is not None:
                 if known["content"] != asked.content:
-                    raise DifferentContentError(known["id"])
+                    raise Problem(
+                        409,
+                        f"this Idempotency-Key was already used for a different job ({known['id']})",
+                        "use a new key for each new job",
+                    )
                 # the same content may have been submitted as another upload, or by another path to the same file
                 if known["state"] in ("failed", "cancelled"):
                     place = [asked.dataset.model_dump_json(), json.dumps(asked.source), known["id"]]
@@ -170,7 +164,8 @@ class Ledger:
                 return self._job(db, known["id"]), False
             queued = db.execute("select count(*) from job where state = 'queued'").fetchone()[0]
             if most_queued is not None and queued >= most_queued:
-                raise QueueFullError
+                step = "try again when some jobs have finished"
+                raise Problem(429, "too many jobs are queued", step, {"Retry-After": "60"})
             job = secrets.token_hex(8)
             db.execute(
                 "insert into job (id, state, identity, content, settings, dataset, source, reference_id, priority,"
@@ -204,13 +199,7 @@ class Ledger:
         return None if row is None else _as_claim(row, None)
 
     def page(self, state: JobState | None = None, before: str | None = None, limit: int = 50) -> Jobs:
-        """Return a page of up to `limit` jobs, newest first.
-
-        Args:
-            state: return only jobs in this state; None returns jobs in all states.
-            before: id of a job. Only jobs that are older than this job are returned. If the job does not exist, the page is
-                empty. None starts with the newest job.
-        """
+        """Return a page of up to `limit` jobs, newest first; with `before`, only those older than this job."""
         where: list[str] = ["1"]
         values: list[Any] = []
         if state is not None:
@@ -226,17 +215,12 @@ class Ledger:
         return Jobs(jobs=jobs, counts=self.counts(), next_before=jobs[-1].id if len(rows) > limit else None)
 
     def counts(self) -> dict[JobState, int]:
-        """Return the number of jobs per state."""
         return {row["state"]: row["n"] for row in self._all("select state, count(*) n from job group by state")}
 
     def requeue_lost(self, held: Collection[str], note: str) -> int:
-        """Queue again the jobs that are recorded as running although no process runs them, or end those that were cancelled.
+        """Queue again all jobs that are recorded as running, except those in `held`, or end those that were cancelled.
 
         Each call writes to the ledger, so that `trouble` says whether the ledger can be used. Return the number of jobs.
-
-        Args:
-            held: ids of the jobs that have a process.
-            note: reason for the interruption, to store in each job that is queued again or ended.
         """
 
         def requeue(db: sqlite3.Connection) -> int:
@@ -246,7 +230,7 @@ class Ledger:
         return self._file.write(requeue)
 
     def highest_queued_priority(self, but: Collection[str] = ()) -> int | None:
-        """Return the highest priority among queued jobs with a dataset file, except the jobs `but`; None if there are none."""
+        """Return the highest priority among queued jobs that have a dataset file and are not in `but`."""
         ready = f"state = 'queued' and {_HAS_FILE} and id not in ({_marks(but)})"
         row = self._one(f"select priority from job where {ready} order by priority desc, number limit 1", *but)
         return None if row is None else row["priority"]
@@ -254,15 +238,10 @@ class Ledger:
     def claim(self, loaded: Iterable[str], patience_seconds: float, but: Collection[str] = ()) -> Claim | None:
         """Mark the next job as running and return it, or return None if no queued job can begin.
 
-        The next job is normally the oldest job of the highest priority. If the model of that job is not loaded and the job was
-        first submitted less than `patience_seconds` ago, a younger job of the same priority whose model is loaded runs first.
-        This rule avoids loading and unloading models for every job. Jobs whose dataset has not been fetched yet are skipped.
-
-        Args:
-            loaded: ids of the references whose models the asking worker has loaded.
-            patience_seconds: a job that was first submitted at least this many seconds ago is not overtaken by younger jobs of
-                the same priority.
-            but: ids of jobs to skip.
+        The next job is normally the oldest job of the highest priority. If the model of that job is not `loaded` and the job
+        was first submitted less than `patience_seconds` ago, a younger job of its priority whose model is loaded runs first.
+        This rule avoids loading and unloading models for every job. Jobs whose dataset has not been fetched yet and jobs in
+        `but` are skipped.
         """
         here = list(loaded)
         ready = f"state = 'queued' and {_HAS_FILE} and id not in ({_marks(but)})"
@@ -289,13 +268,10 @@ class Ledger:
         return self._file.write(claim)
 
     def cancel(self, job: str) -> JobState | None:
-        """Cancel a job. A queued job ends immediately. A running job ends when its worker stops the job or dies.
+        """Cancel a job. Return the state that it had, or None for an unknown job.
 
-        The cancellation of a running job is stored on disk, so a restart of the service does not lose the cancellation. If the
-        worker finishes the job before learning of the cancellation, the job ends as done or failed.
-
-        Returns:
-            The state of the job before this call, or None for an unknown job.
+        A queued job ends immediately. A running job ends when its runner stops or dies; the cancellation is on disk. If the
+        runner finishes the job before learning of the cancellation, the job ends as done or failed.
         """
 
         def cancel(db: sqlite3.Connection) -> JobState | None:
@@ -320,19 +296,11 @@ class Ledger:
         return self._one("select 1 from cancellation where job = ?", job) is not None
 
     def finish(self, job: str, state: JobState, *, summary: dict[str, Any] | None = None, error: str | None = None) -> bool:
-        """End a queued or running job: record its final state, and the summary of a done job or the error of a failed job.
-
-        Return False if the job had already ended.
-        """
+        """End a queued or running job. Return False if the job had already ended."""
         return self._change(job, lambda db: _finish(db, job, state, summary, error))
 
     def to_fetch(self, limit: int, but: Collection[str] = ()) -> list[tuple[str, dict[str, str]]]:
-        """Return pairs (job id, source) for the queued jobs whose datasets must be fetched, in the order of the queue.
-
-        Args:
-            limit: maximum number of pairs to return.
-            but: ids of jobs to skip.
-        """
+        """Return (job id, source) of the queued jobs whose datasets must be fetched, in the order of the queue."""
         query = f"select id, source from job where state = 'queued' and not ({_HAS_FILE}) and id not in ({_marks(but)})"
         rows = self._all(f"{query} order by priority desc, number limit ?", *but, limit)
         return [(row["id"], json.loads(row["source"])) for row in rows]
@@ -343,10 +311,7 @@ class Ledger:
         self._file.write(lambda db: db.execute(query, [json.dumps(source), job]))
 
     def fetch_again(self, job: str, note: str) -> None:
-        """Queue a running job again and have its dataset fetched again, because the fetched file no longer exists.
-
-        If the job was cancelled, end it instead. The note says why the job was interrupted.
-        """
+        """Queue a running job again and have its dataset fetched again, because the fetched file no longer exists."""
 
         def fetch_again(db: sqlite3.Connection) -> None:
             _forget_file(db, job)
@@ -355,15 +320,12 @@ class Ledger:
         self._change(job, fetch_again)
 
     def note(self, job: str, note: str) -> None:
-        """Set the note of a queued job whose dataset must still be fetched. The note says what the job is waiting for."""
+        """Say what a queued job whose dataset must still be fetched is waiting for."""
         query = f"update job set note = ? where id = ? and state = 'queued' and not ({_HAS_FILE})"
         self._file.write(lambda db: db.execute(query, [note, job]))
 
     def give_back(self, job: str, note: str) -> None:
-        """Put a running job back into the queue, at its previous position. If the job was cancelled, end it instead.
-
-        The note says why the job was interrupted.
-        """
+        """Put a running job back into the queue at its previous position, and note why; end it if it was cancelled."""
         self._change(job, lambda db: _requeue(db, "id = ? and state = 'running'", note, job))
 
     def retry(self, job: str) -> bool:
@@ -437,14 +399,6 @@ class Ledger:
         return self._file.read(lambda db: db.execute(query, values).fetchall())
 
 
-class QueueFullError(Exception):
-    """Too many jobs are queued."""
-
-
-class DifferentContentError(Exception):
-    """A submission has the Idempotency-Key of an earlier job, but different content. `args[0]` is the id of the earlier job."""
-
-
 def _now() -> str:
     return datetime.now(UTC).isoformat()
 
@@ -454,10 +408,7 @@ def _marks(values: Collection[str]) -> str:
 
 
 def _is_lasting(asked: Submission, summary: str | None) -> bool:
-    """Return whether a submission can be answered with the completed job of the same identity instead of a new job.
-
-    `summary` is the summary of the completed job.
-    """
+    """Return whether a submission can be answered with the done job of the same identity, which has this summary."""
     names_files = summary is not None and bool(json.loads(summary).get("image_files"))
     return asked.lasting and not (names_files and asked.identity == asked.content)
 
@@ -484,7 +435,6 @@ def _requeue(db: sqlite3.Connection, condition: str, note: str, *values: str) ->
 
 
 def _retry(db: sqlite3.Connection, job: str) -> bool:
-    """Queue a failed or cancelled job again; return False if it is in another state."""
     changed = db.execute(
         "update job set state = 'queued', error = null, finished_at = null where id = ? and state in ('failed', 'cancelled')",
         [job],
@@ -495,10 +445,7 @@ def _retry(db: sqlite3.Connection, job: str) -> bool:
 
 
 def _forget_file(db: sqlite3.Connection, job: str) -> None:
-    """If a job's dataset is given by its URI, remove `file` and `digest` from the job's source.
-
-    The service then fetches the dataset again while the job is queued.
-    """
+    """If a job's dataset is given by its URI, have it fetched again."""
     db.execute(
         "update job set source = json_remove(source, '$.file', '$.digest')"
         " where id = ? and json_extract(source, '$.uri') is not null",
@@ -511,11 +458,7 @@ def _set_origin(db: sqlite3.Connection, job: str, asked: Submission) -> None:
 
 
 def _as_claim(row: sqlite3.Row, origin: sqlite3.Row | None) -> Claim:
-    """Return a row of the table `job` as a Claim.
-
-    `origin` is the job's row in the table `origin`, or None if the job was recorded by an older version of reflogp that did not
-    write this row.
-    """
+    """Return a row of the table `job` as a Claim. An older version of reflogp wrote no `origin`."""
     return Claim(
         row["id"],
         JobSettings.model_validate_json(row["settings"]),

@@ -1,7 +1,4 @@
-"""Define the Prometheus metrics of the service, and the middleware that counts and times every request.
-
-The values of gauges are set when the metrics are requested.
-"""
+"""Define the Prometheus metrics of the service, and the middleware that counts and times every request."""
 
 from __future__ import annotations
 
@@ -17,8 +14,6 @@ _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10
 
 
 class Metrics:
-    """Counters, gauges and histograms of one service."""
-
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
         self.requests = Histogram(
@@ -76,21 +71,12 @@ class Metrics:
         self._memory = Gauge("reflogp_memory_bytes", "Resident memory of each process.", ["process"], registry=registry)
 
     def set_ledger(self, works: bool, failures: int, waiting_writes: int) -> None:
-        """Set the gauges of the ledger."""
         self._ledger_well.set(works)
         self._ledger_failures.set(failures)
         self._unrecorded.set(waiting_writes)
 
     def set_workers(self, ready: int, answering: int, busy: Mapping[int, tuple[str, float] | None]) -> None:
-        """Set the gauges of the workers.
-
-        Args:
-            ready: number of workers that accept work.
-            answering: number of workers that accept work and answer pings.
-            busy: dict from each worker's number to what its engine is doing. The value is None if the engine is idle.
-                Otherwise, it is a pair: "load" (model load) or "pass" (forward pass), and the seconds since the load or pass
-                began.
-        """
+        """Set the gauges of the workers. `busy` maps a worker's number to WorkerHandle.doing."""
         self._workers.set(ready)
         self._answering.set(answering)
         for worker, doing in busy.items():
@@ -98,13 +84,7 @@ class Metrics:
                 self._busy.labels(str(worker), at).set(doing[1] if doing is not None and doing[0] == at else 0.0)
 
     def text(self, jobs: Mapping[JobState, int] | None, online_tokens: int, memory: dict[str, int]) -> bytes:
-        """Set the gauges of jobs, queued tokens and memory, and return all metrics in the Prometheus text format.
-
-        Args:
-            jobs: dict from each state to its number of jobs. If None, the job gauges stay unchanged.
-            online_tokens: number of tokens in online requests that are queued or running.
-            memory: dict from each process's name to its resident memory in bytes.
-        """
+        """Set the gauges of jobs (unless None), queued tokens and memory, and return all metrics in the text format."""
         for state in JOB_STATES if jobs is not None else ():
             self._jobs.labels(state).set((jobs or {}).get(state, 0))
         self._online_tokens.set(online_tokens)
@@ -114,10 +94,7 @@ class Metrics:
 
 
 class Timed:
-    """Middleware that counts and times requests by route and status.
-
-    A request is timed until the last byte of its response has been sent.
-    """
+    """Middleware that counts and times requests by route and status, until the last byte of the response has been sent."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app

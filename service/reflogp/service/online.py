@@ -52,11 +52,9 @@ class Scored:
             one row per sequence, in the order of the request.
         hits: number of sequences found in the store.
         engine_seconds: seconds from the start of the computation to the request's last outcome, or 0 if nothing was computed.
-            If the worker computes several requests together, the time can include work on the other requests.
-        queue_seconds: seconds from the arrival of the request at the worker to the start of the computation, or 0 if nothing
-            was computed.
-        snapshot: number of the reference's snapshot in which the sequences were looked up, or None if the store was not read
-            or has no values for the reference.
+            The time can include work on other requests of the same round.
+        queue_seconds: seconds that the request waited in the worker.
+        snapshot: number of the snapshot in which the sequences were looked up, or None if there was none.
     """
 
     outcomes: pa.Table
@@ -88,13 +86,7 @@ class _Pending:
 
 
 class OnlineScoring:
-    """Sends the online scoring requests of all callers to workers.
-
-    Args:
-        settings: settings of the service. `max_queued_tokens` limits the tokens that are queued for each worker.
-        registry: registry of the service's references. It also returns the references' snapshots in the store.
-        metrics: the service's metrics, in which online requests are counted and timed.
-    """
+    """Sends the online scoring requests of all callers to workers."""
 
     def __init__(self, settings: ServerSettings, registry: ReferenceRegistry, metrics: Metrics) -> None:
         self._settings = settings
@@ -109,7 +101,7 @@ class OnlineScoring:
         self._pool = pool
 
     def queued_tokens(self, worker: WorkerHandle | None = None) -> int:
-        """Return the number of tokens in unanswered requests to `worker`, or to all workers if `worker` is None."""
+        """Return the number of tokens in unanswered requests to `worker`, or to all workers."""
         return sum(entry.tokens for entry in self._pending.values() if worker is None or entry.worker is worker)
 
     async def score(
@@ -127,21 +119,17 @@ class OnlineScoring:
         Args:
             reference: name or id of one of the service's references.
             sequences: table with the columns prompt_ids and completion_ids, each of type list<int32>. If there is a third
-                column, attention_mask, the sequences are rows of padded batches. In this case, their values are neither looked
-                up nor stored.
+                column, attention_mask, the sequences are rows of padded batches, whose values are neither looked up nor stored.
             temperature: number to divide the logits by. Values at temperatures other than 1 are neither looked up nor stored.
-            cache_read: whether to return stored values instead of computing them.
-            cache_write: whether to store computed values.
-            deadline_seconds: maximum time to wait for the values, in seconds.
             top_k: number of most probable tokens of each position to return too, at most the `top_k` in the reference's
                 settings. Temperature must be 1.
 
         Raises:
             ReferenceNotFoundError: the service has no model for the reference (404).
             UsageError: the reference's engine does not support the temperature.
-            Problem: the request fails with one of these statuses. 429 with Retry-After: too many tokens are queued. 500: worker
-                processes died while computing the request. 503: no worker can respond, the worker still has too many bytes
-                of earlier requests to read, or the model cannot be loaded. 504: the deadline has passed.
+            Problem: 429 with Retry-After: too many tokens are queued. 500: worker processes died while computing the request,
+                or the model can never be loaded. 503: no worker can respond, or the worker still has too many bytes of
+                earlier requests to read. 504: the deadline has passed.
         """
         deadline = time.monotonic() + deadline_seconds
         model = self._registry.model_of(reference)
@@ -169,7 +157,6 @@ class OnlineScoring:
         return Scored(outcomes, model.reference_id, hits, message["engine_seconds"], message["queue_seconds"], snapshot)
 
     async def on_frame(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
-        """Handle a frame from a worker if the frame is about scoring requests; ignore other frames."""
         match message["op"]:
             case "round":
                 for key in message["ids"]:
@@ -183,9 +170,8 @@ class OnlineScoring:
     async def on_death(self, worker: WorkerHandle, reason: str) -> bool:
         """After a worker's process has exited, send the worker's unanswered requests to the worker's next process.
 
-        If the exited process was computing a request, the next process computes that request alone. A request is not sent again
-        but fails if several consecutive starts of the worker have failed, or if _DEATHS processes have died while computing the
-        request.
+        If the exited process was computing a request, the next process computes that request alone. A request fails if several
+        consecutive starts of the worker have failed, or if _DEATHS processes have died while computing it.
 
         Return True if the exited process was computing any of the requests.
         """
@@ -260,9 +246,7 @@ class OnlineScoring:
         """Choose the worker that responds in time and is expected to begin with the request first.
 
         Loading the model counts as much as scoring for _LOAD_SECONDS, and twice that if another model has to be unloaded.
-
-        Raises:
-            Problem: 503 if no worker can respond, 429 if too many tokens are queued for each of them.
+        Raises Problem: 503 if no worker can respond, 429 if too many tokens are queued for each of them.
         """
         assert self._pool is not None
         working = [worker for worker in self._pool.workers if not worker.broken]
@@ -294,10 +278,7 @@ class OnlineScoring:
         return chosen
 
     def _check_room(self, worker: WorkerHandle, size: int) -> None:
-        """Raise Problem 503 if queueing `size` more bytes for a worker would take too much memory.
-
-        Queued bytes stay in this process's memory until the worker reads them.
-        """
+        """Raise Problem 503 if a worker has not read so many bytes that they take too much of this process's memory."""
         unread = worker.outgoing_bytes
         if unread and unread + size > self._settings.max_queued_tokens * _TOKEN_BYTES:
             self._metrics.refused.labels("unread").inc()
@@ -330,8 +311,8 @@ class OnlineScoring:
     def _look_up(self, reference_id: str, sequences: pa.Table, top_k: int) -> tuple[list[Any], int | None]:
         """Look up sequences in the store.
 
-        Return a list with the value columns of each sequence (None if they are not stored), and the number of the snapshot
-        that was read (None if the store has no values for the reference).
+        Return a list with the value columns of each sequence (None if they are not stored), and the number of the snapshot, or
+        None if the store has no values for the reference.
         """
         served = self._registry.entry_of(reference_id, reference_id).top_k if top_k else 0  # the table that workers write to
         try:
@@ -367,7 +348,6 @@ def _no_worker(worker: WorkerHandle) -> Problem:
 
 
 def _merged(known: list[Any], missing: list[int], outcomes: pa.Table) -> pa.Table:
-    """Merge stored and computed values into one table, in the order of the request."""
     errors: list[str | None] = [None] * len(known)
     for place, at in enumerate(missing):
         errors[at] = outcomes["error"][place].as_py()

@@ -53,20 +53,16 @@ class WorkerHandle:
     """One worker of the pool. If the worker's process exits and is replaced, the WorkerHandle stays the same.
 
     Attributes:
-        number: index of the worker, starting at 0.
         ready: True if the worker accepts work, False while it is starting.
         loaded: ids of the references whose engines are loaded.
         deaths: number of times so far that a process of this worker has exited or could not be started.
-        memory_bytes: resident memory of the process at the last check, or 0 if there was no process or its memory is unknown.
-        last_error: reason why the worker's last process exited or could not be started, or "" if there is none. When a new
-            process has started, last_error is set to "" again.
-        broken: True if several consecutive starts have failed.
+        memory_bytes: resident memory of the process at the last check, or 0 if it is unknown.
+        last_error: why the worker's last process exited or could not be started; "" when a new process has started.
         silent_seconds: how long the latest ping has been unanswered, or 0 if the worker has answered it.
         late: True if an answer to a ping is overdue.
         answered: True if the current process has answered at least one ping.
         asked: True if the latest ping has not been answered yet.
-        doing: what the engine was doing when the worker last answered a ping. It is None if the engine was idle.
-            Otherwise, it is a pair: "load" (model load) or "pass" (forward pass), and the seconds since the load or pass began.
+        doing: what the engine was doing at the last ping: None, or "load" or "pass" and the seconds since it began.
     """
 
     def __init__(self, number: int, configuration: WorkerConfiguration) -> None:
@@ -89,6 +85,7 @@ class WorkerHandle:
 
     @property
     def broken(self) -> bool:
+        """True if several consecutive starts have failed."""
         return self.failed_starts >= _BROKEN_AFTER
 
     @property
@@ -108,11 +105,7 @@ class WorkerHandle:
             self._backlog.append(data)
 
     def kill(self, why: str) -> None:
-        """Kill the worker's process. The pool then starts a new process for the worker, unless the pool is closing.
-
-        Args:
-            why: reason for the log and for error messages.
-        """
+        """Kill the worker's process, for a reason. The pool then starts a new one, unless it is closing."""
         self.killed_for = why
         if self.process is not None:
             self.process.kill()
@@ -130,12 +123,7 @@ class WorkerHandle:
         return process
 
     def ask(self, passed: float, late_after: float) -> None:
-        """Send a ping. If the last ping is still unanswered, instead add `passed` to `silent_seconds` and update `late`.
-
-        Args:
-            passed: seconds since the previous call.
-            late_after: the worker counts as late if a ping has been unanswered for more than this many seconds.
-        """
+        """Send a ping. If the last one is still unanswered, add `passed` seconds to `silent_seconds` and update `late`."""
         if self.asked:
             self.silent_seconds += passed
             self.late = self.silent_seconds > late_after
@@ -143,7 +131,6 @@ class WorkerHandle:
             self.asked = self.process.send(encode({"op": "ping"}))
 
     def on_pong(self, message: dict[str, Any]) -> None:
-        """Handle the answer to a ping."""
         self.answered, self.asked, self.silent_seconds, self.late = True, False, 0.0, False
         self.doing = (message["doing"], message["seconds"]) if message["doing"] else None
 
@@ -156,12 +143,10 @@ class Pool:
     """All workers of a service.
 
     Args:
-        configurations: one configuration per worker.
         on_frame: called with every frame except `pong`. Frames from the same worker arrive in order.
-        on_death: called with a worker and a reason after the worker's process has exited or could not be started. While the
-            pool is closing, it is not called.
-        max_worker_bytes: memory limit of a worker in bytes, or None for no limit. A worker that uses more is killed, so that
-            the operating system does not kill another process instead.
+        on_death: called with a worker and a reason after the worker's process has exited or could not be started, unless the
+            pool is closing.
+        max_worker_bytes: a worker that uses more memory is killed, so that the operating system does not kill another process.
     """
 
     def __init__(
@@ -179,7 +164,6 @@ class Pool:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Start all workers."""
         keep = [supervise(f"keeping worker {worker.number}", partial(self._supervise, worker)) for worker in self.workers]
         watch = supervise("watching the workers", self._watch)
         self._tasks = [asyncio.create_task(work) for work in [*keep, watch]]

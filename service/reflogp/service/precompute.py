@@ -1,11 +1,7 @@
-"""Run precompute jobs: submit jobs, start their runners, lend workers to them, and record their progress and final states.
+"""Submit jobs, cancel and retry them, and return them with their results and reports. Old jobs and datasets are deleted.
 
-A precompute job scores a dataset with a reference. It runs in a process of its own, the runner, which reads the dataset and
-sends what has to be scored to the workers that the service lends it: one from the start, and others as long as they are idle.
-
-The code of this module runs in the event loop. Calls that use the ledger or files run in separate threads. Requests from
-callers (submit, cancel, retry) are recorded in the job ledger before the response is sent. The end of a job is recorded as soon
-as the ledger can be written; until then, the job counts as running. Only one task claims jobs.
+What a caller asks for is in the ledger before the response is sent. The scheduler runs the jobs. The code of this module runs
+in the event loop; calls that use the ledger or files run in threads.
 """
 
 from __future__ import annotations
@@ -14,213 +10,63 @@ import asyncio
 import hashlib
 import json
 import logging
-import signal
-import time
-from collections import Counter
-from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 from anyio import to_thread
 
-from reflogp.scoring.machine import total_memory
 from reflogp.service.dataset_files import DatasetFiles
-from reflogp.service.errors import LedgerDamagedError, LedgerError
+from reflogp.service.errors import LedgerError
 from reflogp.service.fetch import check_uri
-from reflogp.service.fetching import Fetching
-from reflogp.service.ledger import Claim, DifferentContentError, Ledger, QueueFullError, Submission
-from reflogp.service.metrics import Metrics
-from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobProgress, JobRequest, JobSettings, JobState
-from reflogp.service.pool import Pool, WorkerHandle
+from reflogp.service.ledger import Ledger, Submission
+from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobRequest, JobSettings
 from reflogp.service.problems import Problem
 from reflogp.service.registry import ReferenceRegistry
 from reflogp.service.request_ids import request_id, traceparent
-from reflogp.service.roots import resolve_path, root_of
-from reflogp.service.runner.order import JobContext, JobOrder
-from reflogp.service.runner.process import RunnerProcess, start_runner, write_report
+from reflogp.service.roots import resolve_path
+from reflogp.service.scheduling import JobScheduler
 from reflogp.service.settings import ServerSettings
-from reflogp.service.supervision import supervise
 from reflogp.service.threads import Threads
 from reflogp.service.uploads import Uploads
-from reflogp.store import ReferenceNotFoundError, ReflogpError
-from reflogp.store.texts import counted, hide_secrets, shortened_without_secrets
+from reflogp.store.texts import hide_secrets
 
 logger = logging.getLogger(__name__)
 
-_Result = TypeVar("_Result")
-
-#: A job fails if this many of its runners have died since values of the job were last committed.
-_DEATHS = 3
-#: A worker that has loaded a job's model is lent to a running job that has workers only if the job has at least _LEFT_SECONDS
-#: of work left. For a worker that must first load the model, the minimum is _LEFT_TO_LOAD_SECONDS.
-_LEFT_SECONDS, _LEFT_TO_LOAD_SECONDS = 1.0, 30.0
-#: A worker that has died this many times while it was lent to a job is lent to that job only if it has no other.
-_FAILURES = 3
-#: A runner that has not stopped after this many seconds is killed; the second number applies when the service ends.
-_STOP_SECONDS, _END_SECONDS = 30.0, 20.0
-#: Why a job is stopped, and the note of a job that goes on later.
-_STOPPED = {
-    "cancelled": "cancelled",
-    "interrupted": "a job with higher priority needed the worker",
-    "end": "the service ended",
-}
-#: Seconds between checks of the runners' memory.
-_LOOK_SECONDS = 2.0
-#: A job that was first submitted less than this many seconds ago may be overtaken by newer jobs of the same priority whose
-#: model is already loaded.
-_PATIENCE_SECONDS = 60.0
 #: Seconds between rounds of housekeeping.
 _HOUSEKEEPING_SECONDS = 3600.0
-#: Seconds between checks of a working ledger, and between attempts to use a failing one.
-_LEDGER_SECONDS, _LEDGER_AGAIN_SECONDS = 5.0, 1.0
-
-
 #: Maximum number of rows of a dataset that gets a report, because a report keeps some hundred bytes of each row in memory.
 _MOST_REPORTED = 300_000
-#: Maximum number of seconds to wait for a report, and to write it.
-_REPORT_SECONDS = 600.0
 #: Number of dataset files that are hashed at the same time.
 _FILE_THREADS = 4
-#: A job whose store cannot be used is tried again after _STORE_PAUSE seconds, doubled after each further failure, up to
-#: _LONGEST_STORE_PAUSE. It fails after more than _STORE_TRIES failures between two commits, which takes about three hours.
-_STORE_PAUSE, _LONGEST_STORE_PAUSE, _STORE_TRIES = 30.0, 600.0, 20
-
-
-class _Running:
-    """A job that was claimed from the ledger and has not ended.
-
-    Attributes:
-        runner: the job's process; None until it has started, and when it has ended.
-        workers: numbers of the workers that are lent to the job.
-        failures: worker number -> how often the worker has died while it was lent to the job.
-        cancelled: whether the job has been cancelled; it may have been stopped for another reason before.
-        stop_reason: why the job must stop (a key of _STOPPED), or None if it may continue.
-        killed_for: reason why the runner was killed.
-        counted: the progress that the metrics already include.
-    """
-
-    def __init__(self, claim: Claim, worker: int) -> None:
-        self.claim = claim
-        self.runner: RunnerProcess | None = None
-        self.workers = {worker}
-        self.failures: Counter[int] = Counter()
-        self.cancelled = False
-        self.stop_reason: str | None = None
-        self.killed_for = ""
-        self.counted = JobProgress()
-
-    def send(self, message: dict[str, Any]) -> None:
-        if self.runner is not None:
-            self.runner.send(message)
 
 
 class Precompute:
-    """Runs the precompute jobs of a service.
+    """What requests do with precompute jobs.
 
     Args:
-        settings: the service's settings.
-        folder: the state folder. Results are written to its subfolder `results`.
-        ledger: the job ledger.
-        registry: the service's references, accessible by name or id.
         uploads: the uploads, by name.
         files: the uploaded and fetched datasets.
-        metrics: metrics to update.
-        context: settings that all jobs share.
     """
 
     def __init__(
         self,
         settings: ServerSettings,
-        folder: Path,
         ledger: Ledger,
         registry: ReferenceRegistry,
         uploads: Uploads,
         files: DatasetFiles,
-        metrics: Metrics,
-        context: JobContext,
+        scheduler: JobScheduler,
     ) -> None:
         self._settings = settings
-        self._results = folder / "results"
-        self._results.mkdir(parents=True, exist_ok=True)
-        for partial_file in self._results.glob(".*.partial"):  # left by a process that was killed while it wrote a result
-            partial_file.unlink(missing_ok=True)
-        self._datasets = files
         self._ledger = ledger
         self._registry = registry
         self._uploads = uploads
-        self._metrics = metrics
-        self._fetching = Fetching(settings, ledger, files, self._recorded, self._fetch_changed, self._finish)
+        self._datasets = files
+        self._scheduler = scheduler
         self._files = Threads("the dataset's file system", _FILE_THREADS)
         self._models = Threads("the model's file system", _FILE_THREADS, 60.0)
-        self._reports = Threads("the report", 1, _REPORT_SECONDS)
         self._admissions: dict[str, asyncio.Task[dict[str, str]]] = {}  # dataset (JSON) -> its check, which has not ended yet
-        self._pool: Pool
-        self._context = context
-        self._running: dict[str, _Running] = {}  # job id -> the running job
-        # id of a running or queued job -> how often its store could not be used, and how many of its runners have died, since
-        # values of the job were last committed
-        self._store_failures: Counter[str] = Counter()
-        self._deaths: Counter[str] = Counter()
-        self._paused: dict[str, float] = {}  # id of a job -> when it may be tried again, on the clock of time.monotonic
-        self._watchers: dict[str, set[asyncio.Event]] = {}
-        self._background: set[asyncio.Task[Any]] = set()
-        self._wanted = asyncio.Event()
-        self._closing = False
-        self._tasks: list[asyncio.Task[None]] = []
-        #: Number of writes that have not reached the ledger yet.
-        self.unrecorded = 0
-
-    def start(self, pool: Pool) -> None:
-        """Start the background tasks. Jobs that were unfinished when the service last stopped are continued."""
-        self._pool = pool
-        self._assign()
-        work = {
-            "assigning jobs": self._assign_for_ever,
-            "fetching datasets": self._fetching.run,
-            "housekeeping": self._keep_house,
-            "watching runners": self._watch_runners,
-        }
-        self._tasks = [asyncio.create_task(supervise(name, run)) for name, run in work.items()]
-
-    def drain(self) -> None:
-        """Stop assigning jobs and fetching datasets, and answer all requests that wait for a job's next change."""
-        self._closing = True
-        self._fetching.close()
-        for task in self._tasks:
-            task.cancel()
-        for job in list(self._watchers):
-            self._notify(job)
-
-    async def stop_jobs(self) -> None:
-        """Stop all running jobs, and wait until their runners have exited. Call this method before the workers exit."""
-        for running in self._running.values():
-            self._stop(running, "end")
-        stop = time.monotonic() + _END_SECONDS
-        while self._running and time.monotonic() < stop:
-            await asyncio.sleep(0.05)
-        for running in list(self._running.values()):
-            self._kill(running, "it did not stop in time")
-
-    async def _recorded(self, job: str, write: Callable[[], _Result]) -> _Result | None:
-        """Write to the ledger, again and again until it works. Return None if the service ends first.
-
-        The ledger then lists the job as running, or as waiting for its dataset, and the next service continues it.
-        """
-        self.unrecorded += 1
-        try:
-            while True:
-                try:
-                    return await to_thread.run_sync(write)
-                except LedgerError as error:
-                    if self._closing:
-                        logger.error("a change could not be recorded: %s", error, extra={"job": job})
-                        return None
-                await asyncio.sleep(_LEDGER_AGAIN_SECONDS)
-        finally:
-            self.unrecorded -= 1
 
     async def submit(
         self, request: JobRequest, who: str, idempotency_key: str | None, received: tuple[Path, str] | None = None
@@ -274,21 +120,10 @@ class Precompute:
             request=request_id(),
             traceparent=traceparent(),
         )
-        try:
-            job, new = await to_thread.run_sync(self._ledger.submit, submission, self._settings.max_waiting_jobs)
-        except QueueFullError:
-            raise Problem(
-                429, "too many jobs are queued", "try again when some jobs have finished", {"Retry-After": "60"}
-            ) from None
-        except DifferentContentError as error:
-            raise Problem(
-                409,
-                f"this Idempotency-Key was already used for a different job ({error.args[0]})",
-                "use a new key for each new job",
-            ) from None
+        job, new = await to_thread.run_sync(self._ledger.submit, submission, self._settings.max_waiting_jobs)
         if new:
             logger.info("job submitted by %s", who, extra={"job": job.id})
-        self._assign()
+        self._scheduler.look()
         return job, new
 
     async def cancel(self, job_id: str) -> Job:
@@ -300,14 +135,9 @@ class Precompute:
         Raise LedgerError if the ledger cannot be used, and Problem if the job is unknown or has ended.
         """
         job = await self.get(job_id)
-        state = await to_thread.run_sync(self._ledger.cancel, job_id)
+        state = await self._scheduler.cancel(job_id)
         if state not in UNFINISHED:
             raise Problem(409, f"the job is already {state or job.state}", "only queued and running jobs can be cancelled")
-        self._fetching.cancel(job_id)
-        if state == "queued":
-            self._ended(job_id, "cancelled")
-        elif (running := self._running.get(job_id)) is not None:
-            self._cancel(running)
         return await self.get(job_id)
 
     async def retry(self, job_id: str) -> Job:
@@ -319,8 +149,8 @@ class Precompute:
         job = await self.get(job_id)
         if not await to_thread.run_sync(self._ledger.retry, job_id):
             raise Problem(409, f"the job is {job.state}", "only failed and cancelled jobs can be retried")
-        self._notify(job_id)
-        self._assign()
+        self._scheduler.notify(job_id)
+        self._scheduler.look()
         return await self.get(job_id)
 
     async def get(self, job_id: str, wait: float = 0.0) -> Job:
@@ -329,19 +159,13 @@ class Precompute:
         Args:
             wait: an unfinished job is returned after its next change, or after this many seconds.
         """
-        changed = asyncio.Event()
-        self._watchers.setdefault(job_id, set()).add(changed)  # before the job is read, so that no change is missed
-        try:
+        with self._scheduler.watched(job_id) as changed:  # before the job is read, so that no change is missed
             job = await self._read(job_id)
-            if not wait or job.state not in UNFINISHED or self._closing:
+            if not wait or job.state not in UNFINISHED or self._scheduler.closing:
                 return job
             with suppress(TimeoutError):
                 await asyncio.wait_for(changed.wait(), wait)
             return await self._read(job_id)
-        finally:
-            self._watchers[job_id].discard(changed)
-            if not self._watchers[job_id]:
-                del self._watchers[job_id]
 
     async def _read(self, job_id: str) -> Job:
         job = await to_thread.run_sync(self._ledger.get, job_id)
@@ -349,19 +173,19 @@ class Precompute:
             raise _unknown(job_id)
         return job
 
-    def result(self, job_id: str) -> Path:
-        """Return the path of a job's result.
-
-        The runner writes the file at the end of the job, and only if at least one row of the dataset could be read.
-        """
-        return self._results / f"{job_id}.parquet"
+    async def result(self, job_id: str) -> Path:
+        """Return the path of the result of a job that is done. Raises Problem if there is none."""
+        file = self._scheduler.result(job_id)
+        if not await to_thread.run_sync(file.is_file):
+            raise Problem(404, "the job has no result because no row of its dataset could be read", "see the job's bad rows")
+        return file
 
     async def report(self, job: Job) -> Path:
         """Return the path of a job's report, which is written when it is first asked for.
 
         Raises Problem if it cannot be written, for example because the dataset has been deleted or has changed.
         """
-        file, step = self._report_file(job.id), "write a report of any dataset with `reflogp report`"
+        file, step = self._scheduler.report(job.id), "write a report of any dataset with `reflogp report`"
         if await to_thread.run_sync(file.is_file):
             return file
         if job.summary is not None and job.summary["rows"] > _MOST_REPORTED:
@@ -369,14 +193,8 @@ class Precompute:
         claim = await to_thread.run_sync(self._ledger.claim_of, job.id)
         if claim is None:
             raise _unknown(job.id)
-        order, most = await self._order(claim), self._settings.max_worker_bytes or total_memory() * 9 // 10
-
-        def written() -> tuple[str, bool]:
-            return ("", False) if file.is_file() else write_report(order, self._context, most, _REPORT_SECONDS)
-
-        reason, is_lasting = await self._reports.run(written)
+        reason, is_lasting = await self._scheduler.write_report(claim)
         if reason:
-            reason = reason.replace(order.file, claim.source["name"])
             if is_lasting:
                 raise Problem(404, f"the job has no report: {reason}", step)
             raise Problem(503, f"the report cannot be written now: {reason}", "try again later", {"Retry-After": "30"})
@@ -384,351 +202,6 @@ class Precompute:
             file.unlink(missing_ok=True)
             raise _unknown(job.id)
         return file
-
-    def _report_file(self, job_id: str) -> Path:
-        return self._results / f"{job_id}.report.html"
-
-    async def on_frame(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
-        """If a frame says that a worker's process is ready, use the worker."""
-        if message["op"] == "ready":
-            for running in self._running.values():
-                if worker.number in running.workers:
-                    self._lend(running, worker.number)
-            self._assign()
-
-    async def on_death(self, worker: WorkerHandle, reason: str, blame: bool) -> None:
-        """Handle the end of a worker's process: tell the job that it was lent to.
-
-        Args:
-            blame: True if the job may have killed the worker; False if the worker was computing an online request when it died.
-        """
-        for running in self._running.values():
-            if worker.number in running.workers:
-                if blame:
-                    logger.warning("a worker of the job ended: %s", reason, extra={"job": running.claim.id})
-                    running.failures[worker.number] += 1
-                running.send({"op": "gone", "worker": worker.number, "reason": reason, "blamed": blame})
-                if worker.broken:
-                    running.workers.discard(worker.number)
-        self._assign()
-
-    def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
-    async def _record_end(self, running: _Running, message: dict[str, Any]) -> None:
-        """Record the end of a job whose runner reports that it is done, has failed, or was stopped."""
-        job, source = running.claim.id, running.claim.source
-        match message["end"]:
-            case "done":
-                await self._finish(job, "done", summary=message["summary"])
-            case "failed":
-                await self._finish(job, "failed", error=message["error"].replace(source["file"], source["name"]))
-            case _ if message["error"] is None or running.cancelled:
-                await self._record_stop(running)
-            case _:
-                await self._record_trouble_with_store(job, shortened_without_secrets(message["error"]))
-
-    async def _record_trouble_with_store(self, job: str, error: str) -> None:
-        error = f"the store cannot be used: {error}"
-        self._store_failures[job] += 1
-        if self._store_failures[job] > _STORE_TRIES:
-            await self._finish(job, "failed", error=error)
-        else:
-            pause = min(_LONGEST_STORE_PAUSE, _STORE_PAUSE * 2 ** (self._store_failures[job] - 1))
-            self._paused[job] = time.monotonic() + pause
-            asyncio.get_running_loop().call_later(pause, self._assign)
-            await self._give_back(job, error)
-
-    async def _record_stop(self, running: _Running) -> None:
-        if running.cancelled:
-            await self._finish(running.claim.id, "cancelled")
-        else:
-            await self._give_back(running.claim.id, _STOPPED[running.stop_reason or "end"])
-
-    async def _record_death(self, running: _Running, reason: str) -> None:
-        """Record that a job's runner has exited without a report."""
-        job, reason = running.claim.id, running.killed_for or reason
-        if running.stop_reason is not None:
-            await self._record_stop(running)
-            return
-        logger.warning("the process that ran the job ended: %s", reason, extra={"job": job})
-        self._deaths[job] += 1
-        if self._deaths[job] < _DEATHS:
-            await self._give_back(job, f"the process that ran the job ended: {reason}")
-        else:
-            error = f"{_DEATHS} processes that ran the job ended without making progress; the last time, {reason}"
-            await self._finish(job, "failed", error=error)
-
-    async def _give_back(self, job: str, note: str) -> None:
-        """Put a running job back into the queue."""
-        logger.info("job queued again: %s", note, extra={"job": job})
-        await self._recorded(job, partial(self._ledger.give_back, job, note))
-        self._notify(job)
-
-    async def _finish(self, job: str, state: JobState, summary: dict[str, Any] | None = None, error: str | None = None) -> None:
-        # the error may quote a dataset or a chat template, so it can be long and contain secrets
-        error = None if error is None else shortened_without_secrets(error)
-        changed = await self._recorded(job, partial(self._ledger.finish, job, state, summary=summary, error=error))
-        self._ended(job, state, error, bool(changed))
-
-    def _ended(self, job: str, state: JobState, error: str | None = None, changed: bool = True) -> None:
-        """Count and log the end of a job, which the ledger has recorded, unless it had ended before. Notify its watchers."""
-        for troubles in (self._store_failures, self._deaths, self._paused):
-            troubles.pop(job, None)
-        if changed:
-            self._metrics.jobs_ended.labels(state).inc()
-            logger.info("job %s%s", state, f": {error}" if error else "", extra={"job": job})
-        self._notify(job)
-
-    def _fetch_changed(self, job: str) -> None:
-        self._notify(job)
-        self._assign()
-
-    def _count(self, running: _Running, progress: JobProgress) -> None:
-        """Update the metrics with the progress that a job has made since the runner's previous `progress` frame."""
-        before, running.counted = running.counted, progress
-        self._metrics.sequences.labels("job", "hit").inc(max(0, progress.hits - before.hits))
-        self._metrics.sequences.labels("job", "scored").inc(max(0, progress.scored - before.scored))
-        self._metrics.tokens.labels("job").inc(max(0, progress.tokens - before.tokens))
-
-    def _assign(self) -> None:
-        """Wake the background tasks that start jobs and fetch datasets."""
-        self._wanted.set()
-        self._fetching.look()
-
-    async def _assign_for_ever(self) -> None:
-        """Assign jobs to workers after each call of `_assign`, and check the ledger. This coroutine never returns.
-
-        No other task claims jobs. Stop the service if the ledger is damaged.
-        """
-        check_at = 0.0
-        while True:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._wanted.wait(), max(0.0, check_at - time.monotonic()))
-            self._wanted.clear()
-            try:
-                if time.monotonic() >= check_at:
-                    await self._check_ledger()
-                    check_at = time.monotonic() + _LEDGER_SECONDS
-                await self._assign_once()
-            except LedgerError:  # the ledger may have recorded a claim that failed, which the next check finds
-                check_at = 0.0
-                await asyncio.sleep(_LEDGER_AGAIN_SECONDS)
-
-    async def _check_ledger(self) -> None:
-        """Write to the ledger, and queue the jobs again that it lists as running although they have no runner."""
-        if isinstance(self._ledger.trouble, LedgerDamagedError):
-            logger.critical("the service stops because its ledger of jobs is damaged")
-            signal.raise_signal(signal.SIGTERM)
-        lost = await to_thread.run_sync(self._ledger.requeue_lost, set(self._running), "the service ended")
-        if lost:
-            logger.info("%s of a service that was killed: queued again, or ended if cancelled", counted(lost, "running job"))
-
-    async def _assign_once(self) -> None:
-        """Start queued jobs, each with a worker that is idle or that another job can spare.
-
-        If a job that remains queued has a higher priority than a running job, stop the running job with the lowest priority.
-        """
-        for running in self._running.values():
-            if not self._has_ready_worker(running):
-                self._lend_idle(running)
-        while (worker := self._spare_worker()) is not None:
-            self._paused = {job: until for job, until in self._paused.items() if until > time.monotonic()}
-            claim = await to_thread.run_sync(self._ledger.claim, worker.loaded, _PATIENCE_SECONDS, set(self._paused))
-            if claim is None:
-                break
-            for other in self._running.values():
-                if worker.number in other.workers:
-                    other.workers.discard(worker.number)
-                    other.send({"op": "take_back", "worker": worker.number})
-            running = self._running[claim.id] = _Running(claim, worker.number)
-            self._in_background(self._run(running))
-            self._notify(claim.id)
-        highest = await to_thread.run_sync(self._ledger.highest_queued_priority, set(self._paused))
-        busy = [running for running in self._running.values() if not running.stop_reason and self._has_ready_worker(running)]
-        if highest is not None and busy and not any(running.stop_reason for running in self._running.values()):
-            lowest = min(busy, key=lambda running: running.claim.priority)
-            if lowest.claim.priority < highest:
-                self._stop(lowest, "interrupted")
-        for running in self._running.values():
-            self._lend_idle(running)
-
-    def _spare_worker(self) -> WorkerHandle | None:
-        """Return a ready worker for a queued job: an idle one, or one of a job that has others; None if there is none."""
-        spare: WorkerHandle | None = None
-        lent = {number: running for running in self._running.values() for number in running.workers}
-        for worker in self._pool.workers:
-            if not worker.ready:
-                continue
-            if worker.number not in lent:
-                return worker
-            if self._has_ready_worker(lent[worker.number], but=worker.number):
-                spare = worker
-        return spare
-
-    def _has_ready_worker(self, running: _Running, but: int | None = None) -> bool:
-        return any(self._pool.workers[number].ready for number in running.workers - {but})
-
-    def _lend_idle(self, running: _Running) -> None:
-        """Lend idle workers to a running job: to one that has no worker, or that more workers are worthwhile for."""
-        if self._closing or running.stop_reason is not None or running.runner is None:
-            return
-        lent = {number for other in self._running.values() for number in other.workers}
-        for worker in self._pool.workers:
-            if not worker.answering or worker.number in lent:
-                continue
-            if not self._has_ready_worker(running) or self._is_worthwhile(running, worker):
-                logger.info("lent worker %d to the job as well", worker.number, extra={"job": running.claim.id})
-                running.workers.add(worker.number)
-                self._lend(running, worker.number)
-
-    def _is_worthwhile(self, running: _Running, worker: WorkerHandle) -> bool:
-        """Return whether one more worker is worthwhile for a job, considering what is left to score.
-
-        A worker that would have to unload a model is not lent. Queued jobs take precedence.
-        """
-        left = running.counted.seconds_left
-        if self._wanted.is_set() or not running.counted.scored or left is None or running.failures[worker.number] >= _FAILURES:
-            return False
-        if running.claim.reference_id in worker.loaded:
-            return left >= _LEFT_SECONDS
-        movable = [model for model in worker.loaded if model != worker.configuration.pinned]
-        is_full = bool(movable) and len(worker.loaded) >= worker.configuration.capacity
-        return left >= _LEFT_TO_LOAD_SECONDS and not is_full
-
-    def _lend(self, running: _Running, number: int) -> None:
-        if self._pool.workers[number].ready:
-            address = self._pool.workers[number].configuration.address
-            running.send({"op": "lend", "worker": number, "address": address})
-
-    async def _run(self, running: _Running) -> None:
-        """Run a claimed job, and record how it ended."""
-        job = running.claim.id
-        try:
-            if await self._begin(running):
-                await self._follow(running)
-        except Exception as error:
-            logger.exception("a job could not be run", extra={"job": job})
-            self._kill(running, "the service could not handle a message from it")
-            await self._finish(job, "failed", error=f"{type(error).__name__}: {error}")
-        finally:
-            del self._running[job]
-            self._assign()
-
-    async def _follow(self, running: _Running) -> None:
-        """Handle the frames of a job's runner until the job ends, and record its end."""
-        runner = running.runner
-        assert runner is not None
-        report: dict[str, Any] | None = None
-        while report is None and (frame := await runner.receive()) is not None:
-            message, _ = frame
-            if message["op"] == "job":
-                report = message
-            else:
-                self._progressed(running, message)
-        reason = "" if report is not None else await runner.wait()
-        running.runner = None
-        running.workers.clear()  # they may work for other jobs, however long it takes to record the end
-        self._assign()
-        if report is not None:
-            self._in_background(runner.wait())
-            await self._record_end(running, report)
-        else:
-            await self._record_death(running, reason)
-
-    def _progressed(self, running: _Running, message: dict[str, Any]) -> None:
-        job, progress = running.claim.id, JobProgress(**message["progress"])
-        self._count(running, progress)
-        if message["committed"]:
-            self._store_failures.pop(job, None)
-            self._deaths.pop(job, None)
-        self._lend_idle(running)
-        self._ledger.progressed(job, progress)
-        self._notify(job)
-
-    async def _begin(self, running: _Running) -> bool:
-        """Start a job's runner. If the job cannot run, record why and return False."""
-        claim = running.claim
-        if await self._recorded(claim.id, partial(self._ledger.is_cancelled, claim.id)):  # before it was in `_running`
-            self._cancel(running)
-        try:
-            if "uri" in claim.source and not await to_thread.run_sync(Path(claim.source["file"]).exists):
-                note = "the fetched dataset was deleted; fetching it again"
-                await self._recorded(claim.id, partial(self._ledger.fetch_again, claim.id, note))
-                self._fetch_changed(claim.id)
-                return False
-            order = await self._order(claim)
-        except (ReflogpError, Problem, OSError) as error:
-            detail = error.detail if isinstance(error, Problem) else str(error)
-            what = "" if isinstance(error, ReferenceNotFoundError) else "the dataset cannot be used: "
-            await self._finish(claim.id, "failed", error=what + detail)
-            return False
-        if running.stop_reason is not None:
-            await self._record_stop(running)
-            return False
-        try:
-            running.runner = await start_runner(order, self._context)
-        except (OSError, EOFError) as error:  # the machine has no memory or no processes left
-            await self._record_death(running, f"it could not be started: {error}")
-            return False
-        logger.info("job started, pid %s, on worker %s", running.runner.pid, *running.workers, extra={"job": claim.id})
-        for number in running.workers:
-            self._lend(running, number)
-        if running.stop_reason is not None:
-            self._stop(running, running.stop_reason)
-        return True
-
-    async def _order(self, claim: Claim) -> JobOrder:
-        """Raises ReferenceNotFoundError if the reference is no longer served, and Problem if its dataset is not allowed."""
-        source, settings = claim.source, claim.settings
-        entry = self._registry.entry_of(settings.reference, claim.reference_id)
-        root = str(await self._files.run(root_of, Path(source["file"]), self._settings)) if "path" in source else None
-        return JobOrder(
-            job=claim.id,
-            reference=self._registry.model_of(claim.reference_id),
-            model=entry.model,
-            revision=entry.revision,
-            trust_remote_code=entry.trust_remote_code,
-            file=source["file"],
-            digest=source["digest"],
-            root=root,
-            split=source["split"],
-            format=settings.format,
-            max_length=settings.max_length,
-            truncation_mode=settings.truncation_mode,
-            ld_alpha=settings.ld_alpha,
-            top_k=entry.top_k,
-            result=str(self.result(claim.id)),
-            report=str(self._report_file(claim.id)),
-            request=claim.request,
-            traceparent=claim.traceparent,
-        )
-
-    def _cancel(self, running: _Running) -> None:
-        running.cancelled = True
-        self._stop(running, "cancelled")
-
-    def _stop(self, running: _Running, why: str) -> None:
-        """Tell a job's runner to stop, and kill it if it has not exited after _STOP_SECONDS."""
-        running.stop_reason = running.stop_reason or why
-        asyncio.get_running_loop().call_later(_STOP_SECONDS, self._kill, running, "it did not stop in time")
-        running.send({"op": "stop", "why": running.stop_reason})
-
-    def _kill(self, running: _Running, why: str) -> None:
-        if running.runner is not None and self._running.get(running.claim.id) is running:
-            running.killed_for = why
-            running.runner.kill()
-
-    async def _watch_runners(self) -> None:
-        """Kill runners that use too much memory. This coroutine never returns."""
-        most = self._settings.max_worker_bytes or total_memory() * 9 // 10
-        while True:
-            await asyncio.sleep(_LOOK_SECONDS)
-            for running in list(self._running.values()):
-                if running.runner is not None and (used := running.runner.memory()) > most:
-                    self._kill(running, f"it used {used:,} bytes of memory, more than max_worker_bytes allows")
 
     async def _admitted(self, dataset: DatasetSpec) -> dict[str, str]:
         """Call `_admit` in a thread.
@@ -760,11 +233,7 @@ class Precompute:
         config = {} if dataset.config is None else {"config": dataset.config}
         return {"name": hide_secrets(dataset.uri), "uri": dataset.uri, "split": dataset.split, **config}
 
-    def _notify(self, job: str) -> None:
-        for changed in self._watchers.get(job, ()):
-            changed.set()
-
-    async def _keep_house(self) -> None:
+    async def keep_house(self) -> None:
         """Delete old jobs and unneeded dataset files every hour. This coroutine never returns."""
         while True:
             moment = datetime.now(UTC) - timedelta(days=self._settings.keep_days)
@@ -783,8 +252,8 @@ class Precompute:
         """
         jobs = self._ledger.ended_before(moment)
         for job in jobs:
-            self.result(job).unlink(missing_ok=True)
-            self._report_file(job).unlink(missing_ok=True)
+            self._scheduler.result(job).unlink(missing_ok=True)
+            self._scheduler.report(job).unlink(missing_ok=True)
         if jobs:
             self._ledger.forget(jobs)
 

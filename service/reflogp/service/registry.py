@@ -48,7 +48,7 @@ _CHECK_SECONDS, _CHECK_PAUSE_SECONDS = 15.0, 3.0
 
 @dataclass(frozen=True)
 class RegisteredReference:
-    """A reference from the settings or the store. Requests identify a reference by its id or by its name in the settings.
+    """A reference from the settings or the store.
 
     Attributes:
         name: name in the settings, or None if the reference is only in the store.
@@ -89,14 +89,9 @@ def with_dtypes(settings: ServerSettings) -> ServerSettings:
 
 
 class ReferenceRegistry:
-    """The references in a service's settings and store, accessible by name or id.
+    """The references in a service's settings and store, accessible by name or id. The named models are hashed at once.
 
-    Args:
-        settings: contains the named models and the URI of the store. The models are hashed when this object is created; hashes
-            of weight files are cached.
-
-    Raises:
-        UsageError, CheckpointError: a named model does not exist or cannot be used, or the store's URI has an unknown scheme.
+    Raises UsageError or CheckpointError: a named model cannot be used, or the store's URI has an unknown scheme.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -137,10 +132,7 @@ class ReferenceRegistry:
                 raise
 
     def list(self) -> list[RegisteredReference]:
-        """Return all references that are named in the settings or have values in the store, sorted by id.
-
-        Raise UsageError if the store's URI is an existing local path that is not a store.
-        """
+        """Return all references that are named in the settings or have values in the store, sorted by id."""
         names = {reference.reference_id: name for name, reference in self._named.items()}
         try:
             stored = {reference.reference_id: reference for reference in self.store.references()}
@@ -162,11 +154,9 @@ class ReferenceRegistry:
             return RegisteredReference(name, reference, problem=str(error))
 
     def model_of(self, name_or_id: str) -> Reference:
-        """Return the reference in the settings that has the given name or id.
+        """Return the reference in the settings that has the given name or id; for others, the service has no models.
 
-        The service has no models for references that are only in the store.
-
-        Raise ReferenceNotFoundError if the reference is unknown, or is in the store but not in the settings.
+        Raises ReferenceNotFoundError.
         """
         by_id = {reference.reference_id: reference for reference in self._named.values()}
         found = self._named.get(name_or_id) or by_id.get(name_or_id)
@@ -180,9 +170,8 @@ class ReferenceRegistry:
     def entry_of(self, name_or_id: str, reference_id: str) -> ReferenceSettings:
         """Return the settings of the reference with this name and id, or else of the first one with this id.
 
-        Several references can have the same weights, and so the same id, with different tokenizers.
-
-        Raise ReferenceNotFoundError if the settings no longer have a reference with this id.
+        Several references can have the same weights, and so the same id, with different tokenizers. Raises
+        ReferenceNotFoundError if the settings no longer have a reference with this id.
         """
         names = [name for name, reference in self._named.items() if reference.reference_id == reference_id]
         if not names:
@@ -197,11 +186,9 @@ class ReferenceRegistry:
         return None
 
     def named(self) -> dict[str, Reference]:
-        """Return all references named in the settings, as a dict from name to reference."""
         return dict(self._named)
 
     def supports_temperature(self, reference_id: str) -> bool:
-        """Return whether a reference's engine can compute log-probs at temperatures other than 1."""
         return any(
             reference.reference_id == reference_id and self._models[name].engine == "torch"
             for name, reference in self._named.items()
@@ -210,8 +197,7 @@ class ReferenceRegistry:
     def table(self, name_or_id: str, top_k: int = 0) -> LogprobTable:
         """Return the table of a reference, or the one with the `top_k` most probable tokens of each position.
 
-        Raise ReferenceNotFoundError for an unknown reference or a reference without stored values, and UsageError if the
-        store's URI is an existing local path that is not a store.
+        Raises ReferenceNotFoundError for an unknown reference or one without stored values.
         """
         named = self._named.get(name_or_id)
         key = named.reference_id if named else name_or_id
@@ -235,27 +221,18 @@ class ReferenceRegistry:
         raise ReferenceNotFoundError(f"no values with {top_k} most probable tokens are stored yet")
 
     def _is_something_else(self) -> bool:
-        """Return True if the store's URI is an existing local path that is not a store.
+        """After UsageError: return True if the store's URI is an existing local path that is not a store.
 
-        Call this method only after the store has raised UsageError.
-
-        A path that does not exist counts as an empty store. A folder with an incomplete table also counts as an empty store,
-        because the table is still being created, or was left behind by an interrupted command (for example, when the disk was
-        full).
+        A path that does not exist counts as an empty store, as does a folder with an incomplete table, which is being created
+        or was left by an interrupted command.
         """
         place = Path(self.store.uri)
         return is_local(self.store.uri) and place.exists() and not any(map(_is_id, _names(place)))
 
     def snapshot(self, name_or_id: str, number: int | None, top_k: int = 0) -> Snapshot:
-        """Return a snapshot of a reference's table (see `table`).
+        """Return a snapshot of a reference's table; the latest if `number` is None. Several threads can use it.
 
-        The snapshot's index is already loaded, so several threads can use the snapshot.
-
-        Args:
-            number: number of the snapshot, or None for the latest snapshot.
-
-        In addition to the errors that `table` raises, raise SnapshotNotFoundError if the snapshot does not exist or can no
-        longer be read, and StoreUnavailableError if the table cannot be read.
+        In addition to the errors of `table`, raises SnapshotNotFoundError and StoreUnavailableError.
         """
         table = self.table(name_or_id, top_k)
         key = table.reference.reference_id, table.top_k

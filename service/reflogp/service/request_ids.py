@@ -24,12 +24,10 @@ _traceparent: ContextVar[str | None] = ContextVar("traceparent", default=None)
 
 
 def request_id() -> str | None:
-    """Return the id of the current request, or None if no request is being handled."""
     return _current.get()
 
 
 def traceparent() -> str | None:
-    """Return the trace context of the current request, or None if the request has no trace context."""
     return _traceparent.get()
 
 
@@ -61,10 +59,7 @@ class RequestIds:
 
 
 def add_request_id(record: logging.LogRecord) -> bool:
-    """Add the id of the current request to a log record, as the attribute `request`.
-
-    This function is a filter for log handlers. It keeps every record.
-    """
+    """Filter of log handlers that adds the id of the current request to a record, as the attribute `request`."""
     own = request_id()
     if own is not None and not hasattr(record, "request"):
         record.request = own

@@ -1,8 +1,7 @@
 """Resolve the dataset paths in requests, and reject paths outside the root folders that an administrator has allowed.
 
-The functions read files, so call them in a thread. A worker opens the dataset's files once more through `confined_paths`, and
-reads them only if their content has the digest that `resolve_path` returned. A path outside the roots gets the same response
-whether it exists or not.
+The functions block. A path outside the roots gets the same response whether it exists or not. A job opens the files once more
+through `confined_paths`, and reads them only if their content has the digest that `resolve_path` returned.
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ from reflogp.store import FileChangedError
 def resolve_path(path: str, settings: ServerSettings) -> tuple[Path, str]:
     """Return (path with symbolic links resolved, digest of the content) for a file or folder; see `digest_below`.
 
-    Raises:
-        Problem: 403 if the path leads outside the allowed root folders or contains a hidden file or folder, 404 if the file or
-            folder does not exist or cannot be opened, 409 if the dataset is being written to, 422 if the path is malformed or
-            is not a dataset.
+    Raises Problem: 403 if the path leads outside the roots or is hidden, 404 if nothing can be opened there, 409 if the dataset
+    is being written to, 422 if the path is malformed or is not a dataset.
     """
     if not settings.dataset_roots:
         text = "this service does not accept dataset paths (its setting dataset_roots is empty)"
@@ -41,10 +38,7 @@ def resolve_path(path: str, settings: ServerSettings) -> tuple[Path, str]:
 
 
 def root_of(file: Path, settings: ServerSettings) -> Path:
-    """Return the allowed root folder that contains `file`, a path returned by `resolve_path`.
-
-    Raise PathError if the path is no longer inside any allowed root folder.
-    """
+    """Return the allowed root folder that contains `file`. Raises PathError if there is none any more."""
     for _, root in _roots(settings):
         if file.is_relative_to(root):
             return root

@@ -84,7 +84,7 @@ class _Server(uvicorn.Server):
                 listener.setsockopt(level, option, value)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._context.precompute.drain()
+        self._context.scheduler.drain()
         if isinstance(self._context.ledger.trouble, LedgerDamagedError):
             self.should_exit = True  # uvicorn would end the process by the signal, which supervisors take for a success
         else:

@@ -24,7 +24,6 @@ class Threads:
 
     Args:
         what: what the calls wait for, as it is named in the error ("the store").
-        most: number of threads.
         seconds: how long a caller waits for the end of its call, or None to wait without limit.
     """
 

@@ -20,10 +20,7 @@ _MOST_UPLOADS = 10_000
 
 
 class Uploads:
-    """The uploads, each a name for a dataset. All methods except `receive` and `receive_nameless` are blocking calls.
-
-    `get`, `delete` and `resolve` raise Problem 404 for an unknown name.
-    """
+    """The uploads, each a name for a dataset. `get`, `delete` and `resolve` raise Problem 404 for an unknown name."""
 
     def __init__(self, files: DatasetFiles, ledger: Ledger) -> None:
         self._files = files
@@ -35,12 +32,10 @@ class Uploads:
         When this method returns, the file is on disk. If it raises an error, the name still refers to the previous file.
 
         Args:
-            name: name of the upload, which matches UPLOAD_PATTERN. Its suffix determines the file's format.
+            name: matches UPLOAD_PATTERN. Its suffix determines the file's format.
             declared_length: the request's Content-Length, or None if it is missing or invalid.
 
-        Raises:
-            Problem: 413 if the file is too large, 422 if the file is empty, 507 if there is not enough space or there are too
-                many uploads.
+        Raises Problem: 413 if the file is too large, 422 if it is empty, 507 if there is not enough space.
         """
         file, digest, size = await self._receive(str(dataset_suffix(name)), chunks, declared_length)
         return await to_thread.run_sync(self._put, name, file.name, size, digest)
@@ -48,7 +43,7 @@ class Uploads:
     async def receive_nameless(
         self, suffix: str, chunks: AsyncIterator[bytes], declared_length: int | None
     ) -> tuple[Path, str]:
-        """Receive a file for a single job, and return its path and SHA-256 digest. Raises the Problems of `receive`."""
+        """Receive a file for a single job, and return its path and SHA-256 digest. Raises as `receive`."""
         file, digest, _ = await self._receive(suffix, chunks, declared_length)
         return file, digest
 
@@ -94,7 +89,6 @@ class Uploads:
 
 
 async def _blocks(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Join chunks into larger blocks, and yield the blocks."""
     block = bytearray()
     async for chunk in chunks:
         block += chunk

@@ -74,7 +74,7 @@ def health_router(context: Context, pool: Pool) -> APIRouter:
         with suppress(LedgerError):
             jobs = await to_thread.run_sync(context.ledger.counts)
         ledger, workers = context.ledger, pool.workers
-        context.metrics.set_ledger(ledger.trouble is None, ledger.failures, context.precompute.unrecorded)
+        context.metrics.set_ledger(ledger.trouble is None, ledger.failures, context.scheduler.unrecorded)
         busy = {worker.number: worker.doing for worker in workers}
         context.metrics.set_workers(sum(w.ready for w in workers), sum(w.answering for w in workers), busy)
         memory = {"service": own_memory(), **{f"worker {worker.number}": worker.memory_bytes for worker in workers}}

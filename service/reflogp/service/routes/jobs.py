@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from typing import Annotated
 
@@ -11,10 +10,9 @@ from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.responses import FileResponse, HTMLResponse
 
 from reflogp.service.auth import requires
-from reflogp.service.bodies import JSON, body_schemas, read_json, require_type, stream_chunks
+from reflogp.service.bodies import JSON, body_schemas, json_response, read_json, require_type, stream_chunks
 from reflogp.service.context import Context
 from reflogp.service.large_requests import content_length
-from reflogp.service.ledger import Ledger
 from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobRequest, Jobs, JobState, QuerySettings
 from reflogp.service.problems import Problem, documented
 
@@ -33,8 +31,6 @@ _REPORT_HEADERS = {
     "frame-ancestors 'none'; form-action 'none'; base-uri 'none'",
     "Cache-Control": "no-store",
 }
-#: Number of jobs read from the ledger at once, and size of a page's JSON in bytes after which no more jobs are added.
-_JOBS_AT_ONCE, _PAGE_BYTES = 50, 4 << 20
 _JobId = Annotated[str, Path(description="Id of the job, as returned when the job was submitted.")]
 
 
@@ -117,12 +113,8 @@ def jobs_router(context: Context) -> APIRouter:
         ] = None,
         limit: Annotated[int, Query(ge=1, le=1000, description="Maximum number of jobs on a page.")] = 50,
     ) -> Response:
-        """List jobs, newest first.
-
-        If the JSON of `limit` jobs would be too long, the page contains fewer jobs. To get the next page, pass this page's
-        `next_before` as `before`.
-        """
-        return await to_thread.run_sync(_page, ledger, state, before, limit)
+        """List jobs, newest first. To get the next page, pass this page's `next_before` as `before`."""
+        return await to_thread.run_sync(lambda: json_response(ledger.page(state, before, limit)))
 
     @router.get(
         "/v1/jobs/{job_id}",
@@ -190,10 +182,7 @@ def jobs_router(context: Context) -> APIRouter:
         The columns are `row`, `error` and, for each completion, its key, log-prob sum and token count.
         """
         await _require_done(job_id)
-        file = precompute.result(job_id)
-        if not await to_thread.run_sync(file.is_file):
-            raise Problem(404, "the job has no result because no row of its dataset could be read", "see the job's bad rows")
-        return FileResponse(file, media_type=_PARQUET, filename=f"{job_id}.parquet")
+        return FileResponse(await precompute.result(job_id), media_type=_PARQUET, filename=f"{job_id}.parquet")
 
     @router.get(
         "/v1/jobs/{job_id}/report",
@@ -221,21 +210,3 @@ def jobs_router(context: Context) -> APIRouter:
         return job
 
     return router
-
-
-def _page(ledger: Ledger, state: JobState | None, before: str | None, limit: int) -> Response:
-    """Return a page of jobs as JSON.
-
-    Read jobs in small batches until the page contains `limit` jobs or _PAGE_BYTES bytes of JSON.
-    """
-    jobs: list[str] = []
-    size = 0
-    while True:
-        found = ledger.page(state, before, min(_JOBS_AT_ONCE, limit - len(jobs)))
-        written = [job.model_dump_json() for job in found.jobs]
-        jobs += written
-        size += sum(map(len, written))
-        before = found.next_before
-        if before is None or len(jobs) >= limit or size >= _PAGE_BYTES:
-            rest = f'"counts":{json.dumps(found.counts)},"next_before":{json.dumps(before)}'
-            return Response(f'{{"jobs":[{",".join(jobs)}],{rest}}}', media_type=JSON)

@@ -65,7 +65,6 @@ class LentWorkers:
             worker.release()
 
     def gone(self, number: int, reason: str, blamed: bool) -> None:
-        """The process of a worker has ended."""
         with self._changed:
             self._addresses.pop(number, None)
             if number in self._connected:

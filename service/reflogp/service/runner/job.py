@@ -6,6 +6,7 @@ A job calls `score_dataset`, as the `reflogp score` command does. In addition, i
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -38,9 +39,6 @@ logger = logging.getLogger(__name__)
 _ATTEMPTS = 3
 #: Minimum seconds between progress reports, and the number of seconds over which the current rate is averaged.
 _REPORT_SECONDS, _RATE_SECONDS = 0.25, 5.0
-#: Maximum number of different messages about bad rows that a job keeps in memory, and the message that replaces every new
-#: message after that.
-_TEXTS, _ANOTHER = 10_000, "the row cannot be used"
 #: Maximum number of bad rows. A file of a few kilobytes can hold any number of rows without values.
 _MOST_BAD_ROWS = 1_000_000
 
@@ -67,16 +65,11 @@ class JobCallbacks:
 class Progress(ProgressCallbacks):
     """Tracks a running job's progress. Reports it at most four times per second, and also after each commit and at the end.
 
-    Attributes:
-        problems: dict from row number to the reason why the row has no values.
-
-    Args:
-        job: the job's callbacks. Only `report` and `check` are called.
+    `problems` maps row numbers to the reasons why these rows have no values.
     """
 
     def __init__(self, job: JobCallbacks) -> None:
         self.problems: dict[int, str] = {}
-        self._texts: dict[str, str] = {}
         self._job = job
         self._began = time.monotonic()
         self._sent = 0.0
@@ -104,19 +97,10 @@ class Progress(ProgressCallbacks):
         self._report()
 
     def bad_row(self, row: int, problem: str) -> None:
-        """Record why a row has no values.
-
-        Identical messages are stored only once. After 10,000 different messages, every new message is replaced with a
-        generic message. Raises DatasetError for too many bad rows.
-        """
+        """Record why a row has no values. Raises DatasetError for too many bad rows."""
         if len(self.problems) == _MOST_BAD_ROWS:
             raise DatasetError(f"more than {_MOST_BAD_ROWS:,} rows are bad; the last, row {row}: {shortened(problem)}")
-        problem = shortened(problem)
-        if problem not in self._texts:
-            if len(self._texts) >= _TEXTS:
-                problem = _ANOTHER
-            self._texts[problem] = problem
-        self.problems[row] = self._texts[problem]
+        self.problems[row] = sys.intern(shortened(problem))
 
     def committed(self, snapshot: int) -> None:
         self._report(committed=True)
@@ -166,12 +150,8 @@ def run_job(order: JobOrder, context: JobContext, workers: Workers, job: JobCall
 
     Each attempt opens the dataset's files once, fails if their content does not match `order.digest`, and reads the tokenizer
     from the model's folder. If a dataset or tokenizer file is modified during an attempt, the job starts over, with at most
-    three attempts in all. Values computed before a file was modified stay valid, because each value is stored in the
-    reference's table under a key computed from the token ids. The digest does not cover images that rows name by path. If such
-    an image changes, the keys of its rows change too, because keys also depend on the images' pixels.
-
-    Args:
-        workers: source of the workers that score the sequences.
+    three attempts in all. Values computed before stay valid, because their keys are computed from the token ids. The digest
+    does not cover images that rows name by path; if such an image changes, so do the keys of its rows.
 
     Raises:
         JobStoppedError: the job must stop now. The job continues later unless it was cancelled.
@@ -204,10 +184,7 @@ def run_job(order: JobOrder, context: JobContext, workers: Workers, job: JobCall
 def _attempt(
     order: JobOrder, context: JobContext, workers: Workers, job: JobCallbacks, progress: Progress
 ) -> tuple[ScoreSummary, bool]:
-    """Make one attempt at a job. Return its summary, and whether any row names an image file.
-
-    Raise the same errors as `run_job`, and FileChangedError if a file is modified while it is being read.
-    """
+    """Return the summary of one attempt, and whether any row names an image file. May also raise FileChangedError."""
     reference, store = order.reference, Store(context.store)
     settings = TrainerSettings(order.max_length, order.truncation_mode, order.ld_alpha)
     with open_dataset(order, context, job.check) as (dataset, _):

@@ -6,14 +6,14 @@ library versions. If all of these are the same in a later job, the file is read 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -28,19 +28,21 @@ from reflogp.scoring.data.tokenized import StoppedError
 from reflogp.scoring.vision import VisionProcessor
 from reflogp.service.runner.reader import Reading, count_rows, read_rows
 
+#: An incomplete file that was not written to for this many seconds belongs to a process that was killed.
+_ABANDONED_SECONDS = 86_400.0
+
 
 class JobDataset:
     """The rows of a job's dataset as token ids, as another process reads them; see TokenizedWindows.
 
     Args:
-        reading: what is read.
         kept: path of the file for the token ids, whose name comes from `cache_name`. If the file exists, it is read; otherwise,
             the first complete pass writes it. It is not written if a row reached a limit, because the row may be usable with
             another limit, and if rows have images, because the file's name does not depend on the content of image files.
-        unchanged: function that raises an error if the dataset's content may have changed since its digest was computed. It is
-            called after each pass over the dataset. If it raises an error, the file is not kept.
-        load_vision: function that loads the model's image processor.
-        check: function that is called while rows are read. It can stop the reading by raising an error.
+        unchanged: raises an error if the dataset's content may have changed since its digest was computed. It is called after
+            each pass over the dataset.
+        load_vision: loads the model's image processor.
+        check: called while rows are read; raises an error to stop the reading.
 
     Attributes:
         names_image_files: whether a row that was read so far names an image file.
@@ -63,7 +65,7 @@ class JobDataset:
         self.names_image_files = False
 
     def stop(self) -> None:
-        """Stop all iterations that read the dataset, in any thread. Iterations that read token ids from the file go on."""
+        """Stop all iterations that read the dataset, in any thread."""
         self._stopped.set()
 
     def _check(self) -> None:
@@ -72,7 +74,6 @@ class JobDataset:
         self._check_given()
 
     def count(self) -> int | None:
-        """See TokenizedWindows.count."""
         if not self._kept.is_file():
             return count_rows(self._reading, self._check)
         with pa.memory_map(str(self._kept)) as file:
@@ -97,10 +98,7 @@ class JobDataset:
     def _tokenized_and_kept(self) -> Iterator[TokenizedRows]:
         self._kept.parent.mkdir(parents=True, exist_ok=True)
         delete_abandoned(self._kept.parent)
-        with _partial(self._kept) as partial:
-            yield from self._written(partial)
-
-    def _written(self, partial: Path) -> Iterator[TokenizedRows]:
+        partial = self._kept.with_name(f".{self._kept.name}.{uuid.uuid4().hex[:8]}.partial")
         writer: pa.RecordBatchFileWriter | None = None
         problems: dict[int, str] = {}
         complete = True
@@ -132,6 +130,7 @@ class JobDataset:
         finally:
             if writer is not None:
                 writer.close()
+            partial.unlink(missing_ok=True)
 
 
 def cache_name(dataset_digest: str, tokenizer_digest: str, form: Format | None, split: str) -> str:
@@ -162,38 +161,12 @@ def delete_oldest(folder: Path, max_bytes: int) -> None:
 
 
 def delete_abandoned(folder: Path) -> None:
-    """Delete the incomplete files of token ids that killed processes have left in a folder.
-
-    A file that a running process is still writing is locked, and is not deleted.
-    """
+    """Delete the incomplete files of token ids that killed processes have left in a folder: those that nobody writes to."""
+    before = time.time() - _ABANDONED_SECONDS
     for partial in folder.glob(".*.partial"):
-        with suppress(OSError):  # the file is locked, or was renamed a moment ago
-            descriptor = os.open(partial, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with suppress(FileNotFoundError):  # it was renamed a moment ago
+            if partial.stat().st_mtime < before:
                 partial.unlink()
-            finally:
-                os.close(descriptor)
-
-
-@contextmanager
-def _partial(kept: Path) -> Iterator[Path]:
-    """Yield the path of a new file next to `kept`.
-
-    The file is locked during the `with` block. After the block, the file is deleted unless the block has renamed it.
-    """
-    while True:
-        partial = kept.with_name(f".{kept.name}.{uuid.uuid4().hex[:8]}.partial")
-        descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if not partial.exists():  # another process deleted the file before it was locked
-                continue
-            yield partial
-            return
-        finally:
-            partial.unlink(missing_ok=True)
-            os.close(descriptor)
 
 
 def _read(kept: Path) -> Iterator[TokenizedRows]:

@@ -13,16 +13,12 @@ class JobOrder:
     """A job.
 
     Attributes:
-        model, revision: the model whose tokenizer and image processor the job uses. Several references in the settings can have
-            the same weights, and so the same id, with different tokenizers.
-        trust_remote_code: whether to run code from the model's folder.
+        model, revision: the model whose tokenizer and image processor the job uses.
         file: path of the dataset (a file or folder), with symbolic links resolved.
         digest: digest of the dataset's content.
         root: allowed root folder that contains the dataset, or None if the dataset is in the service's own folder. Other users
             may be able to write to a root folder, but not to the service's own folder.
-        format: format of the rows, or None to detect it.
         max_length, truncation_mode, ld_alpha: see TrainerSettings.
-        top_k: number of most probable tokens that the workers compute for each position.
         result, report: paths of the job's result, which the runner writes, and of its report.
         request, traceparent: X-Request-Id and W3C trace context of the request that submitted the job, or None if unknown.
     """
@@ -52,9 +48,7 @@ class JobContext:
     """Settings that all jobs of a service share.
 
     Attributes:
-        store: URI of the store.
         tokens: folder of the token-id cache.
-        max_tokens_bytes: maximum size of that folder.
         row_seconds: maximum CPU time in seconds for tokenizing one row.
     """
 

@@ -6,10 +6,8 @@ Each is forked from a fork server that has imported the libraries, so that a sho
 from __future__ import annotations
 
 import asyncio
-import json
 import multiprocessing
 import socket
-import time
 from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -23,8 +21,6 @@ from reflogp.service.processes import memory_of
 from reflogp.service.runner.limited import PRELOADED
 from reflogp.service.runner.order import JobContext, JobOrder
 
-#: Seconds between checks of the process that writes a report.
-_LOOK_SECONDS = 2.0
 #: Size in bytes of the buffer for a process's frames. A frame may be longer.
 _BUFFER = 1 << 20
 #: Attributes of multiprocessing's fork server, which belong to its implementation, that say how to connect to the server.
@@ -32,10 +28,11 @@ _SERVER = ("_forkserver_address", "_forkserver_authkey")
 
 
 class RunnerProcess:
-    """The process that runs a job."""
+    """The process that runs a job, or writes its report."""
 
     def __init__(self, process: ForkServerProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.pid = process.pid
+        self.killed_for = ""
         self._process, self._reader, self._writer = process, reader, writer
 
     def send(self, message: dict[str, Any]) -> None:
@@ -50,55 +47,32 @@ class RunnerProcess:
         """Wait until the process exits, and return a message that says why it exited."""
         self._writer.close()
         await to_thread.run_sync(self._process.join)
-        return exit_reason(self._process.exitcode or 0, "the service's log")
+        return self.killed_for or exit_reason(self._process.exitcode or 0, "the service's log")
 
     def memory(self) -> int:
         """Return the resident memory of the process in bytes."""
         return memory_of(self.pid or 0, with_children=False)
 
-    def kill(self) -> None:
+    def kill(self, why: str) -> None:
+        self.killed_for = why
         self._process.kill()
 
 
 async def start_runner(order: JobOrder, context: JobContext) -> RunnerProcess:
+    """Start the process that runs a job. Raises OSError or EOFError if the machine has no memory or no processes left."""
+    return await _started(_run, order, context)
+
+
+async def start_report(order: JobOrder, context: JobContext) -> RunnerProcess:
+    """Start the process that writes a job's report. It sends a frame only if it fails. Raises as `start_runner`."""
+    return await _started(_report, order, context)
+
+
+async def _started(function: Callable[..., None], order: JobOrder, context: JobContext) -> RunnerProcess:
     ours, theirs = socket.socketpair()
-    process = await to_thread.run_sync(_start, _run, theirs, order, context)
+    process = await to_thread.run_sync(_start, function, theirs, order, context)
     reader, writer = await asyncio.open_unix_connection(sock=ours, limit=_BUFFER)
     return RunnerProcess(process, reader, writer)
-
-
-def write_report(order: JobOrder, context: JobContext, most_bytes: int, seconds: float) -> tuple[str, bool]:
-    """Write a job's report in a process of its own, which is killed if it takes too much memory or time. This call blocks.
-
-    Return the reason why there is no report, or "", and whether it is the same at the next call.
-    """
-    ours, theirs = socket.socketpair()
-    try:
-        process = _start(_report, theirs, order, context)
-    except (OSError, EOFError) as error:
-        return f"no process can be started: {error}", False
-    stop, said, killed_for = time.monotonic() + seconds, b"", ""
-    with ours:
-        ours.settimeout(_LOOK_SECONDS)
-        while True:
-            try:
-                if not (received := ours.recv(_BUFFER)):
-                    break
-                said += received
-            except TimeoutError:
-                if memory_of(process.pid or 0, with_children=False) > most_bytes:
-                    killed_for = "it takes more memory than max_worker_bytes allows"
-                elif time.monotonic() > stop:
-                    killed_for = f"it takes more than {seconds:g} seconds"
-                if killed_for:
-                    process.kill()
-    process.join()
-    if said:
-        answer = json.loads(said)
-        return answer["error"], answer["is_lasting"]
-    if killed_for:
-        return killed_for, True
-    return exit_reason(process.exitcode, "the service's log") if process.exitcode else "", False
 
 
 def _start(function: Callable[..., None], theirs: socket.socket, order: JobOrder, context: JobContext) -> ForkServerProcess:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
 import threading
 from pathlib import Path
 
+from reflogp.scoring.frames import encode
 from reflogp.scoring.reports.build import make_page
 from reflogp.scoring.reports.collect import collect
 from reflogp.service.runner.job import open_dataset
@@ -36,7 +36,7 @@ def main(connection: socket.socket, order: JobOrder, context: JobContext) -> Non
         is_lasting = isinstance(error, ReflogpError | FileNotFoundError) and not isinstance(error, StoreUnavailableError)
         logger.warning("the report could not be written: %s", error, exc_info=not is_lasting, extra={"job": order.job})
         text = shortened_without_secrets(str(error) or type(error).__name__)
-        connection.sendall(json.dumps({"error": text, "is_lasting": is_lasting}).encode())
+        connection.sendall(encode({"error": text, "is_lasting": is_lasting}))
     os._exit(0)
 
 

@@ -54,21 +54,17 @@ def write_result(
 ) -> None:
     """Write a job's result. The file appears under its final name only when it is complete.
 
-    The result has one row for each row of the dataset, in dataset order. If the job's format is kto, each tokenized
-    preference pair has two rows with the same row number. The result's columns are:
+    It has one row for each row of the dataset, in dataset order (two with the same number for a pair in the format kto):
 
     - `row`: row number in the dataset, starting at 0 (int64).
     - For each completion: the key (16-byte binary), the sum of its log-probs (float32, nats) and the number of log-probs in
       this sum (int64).
     - `error`: reason why the row has no values (string), or null if it has values.
 
-    The file's metadata has two entries, as in files written by `reflogp join`. `reflogp` contains the reference, the snapshot
-    and the job's settings. `reflogp.coverage` contains the number of rows, the number of rows with values, and the coverage:
-    the share of rows with values among all rows that are not dropped.
+    The file's metadata has two entries, as in files written by `reflogp join`: `reflogp` (the reference, the snapshot and the
+    job's settings) and `reflogp.coverage` (the share of rows with values among all rows that are not dropped).
 
-    Args:
-        problems: dict from row number to the reason why the row has no values.
-        check: called for each group of rows; raises an error to stop the job.
+    `problems` maps row numbers to reasons why the rows have no values. `check` raises an error to stop the job.
     """
     dropped, rows_in_all, written = 0, 0, 0
     writer: pq.ParquetWriter | None = None
@@ -103,10 +99,9 @@ def write_result(
 
 
 def _windows(dataset: TokenizedWindows) -> Iterator[tuple[TokenizedRows, dict[int, str]]]:
-    """Yield each group of tokenized rows, with a dict from row number to problem for rows that are not in the group.
+    """Yield each group of tokenized rows, with the problems of rows that are not in the group, by their numbers.
 
-    Groups before the dataset's first readable row have no completion columns. These groups are not yielded, but their problems
-    are yielded with the first group that has these columns.
+    Groups before the dataset's first readable row have no completion columns. Their problems are yielded with the next group.
     """
     unread: dict[int, str] = {}
     for window in dataset:

@@ -58,13 +58,6 @@ _LAST_SECONDS = 20.0
 
 
 class Worker:
-    """A worker process: the engines on one device, and the online requests and jobs that use them.
-
-    Args:
-        configuration: configuration received from the service.
-        out: stream for frames to the service.
-    """
-
     def __init__(self, configuration: WorkerConfiguration, out: BinaryIO) -> None:
         self._configuration = configuration
         self._out = out
@@ -113,10 +106,7 @@ class Worker:
         self._write_back.close()
 
     def end(self) -> None:
-        """Begin to shut down the worker, and return at once.
-
-        Jobs commit the values computed so far. Then the current round of online requests is finished, and `run` returns.
-        """
+        """Begin to shut down: jobs commit what is computed, then the current round is finished, and `run` returns."""
         if not self._ending:
             self._ending = True
             threading.Thread(target=self._close, name="end", daemon=True).start()
@@ -210,9 +200,8 @@ class Worker:
     def _reference(self, reference_id: str) -> Reference:
         """Return the reference with the given id.
 
-        The first call for an id computes the reference from the model's folder, and raises ContentMismatchError if the folder's
-        content does not match the id. Later calls return the cached reference without reading the folder. They need no check,
-        because `_admit` and EngineChoice.make check whenever the model is loaded that the folder still has the same content.
+        The first call computes it from the model's folder, and raises ContentMismatchError if the folder has another id. Later
+        calls need no check, because `_admit` and EngineChoice.make check it whenever the model is loaded.
         """
         if reference_id not in self._references:
             place = self._models(reference_id)
@@ -232,10 +221,10 @@ class Worker:
         return self._visions[folder]
 
     def _admit(self, reference_id: str) -> None:
-        """Check that a model can be loaded. The Engines object calls this method before it unloads other models to make room.
+        """Check that a model can be loaded, before other models are unloaded to make room.
 
-        Raise ContentMismatchError if the content of the model's folder no longer matches the reference, and OutOfMemoryError if
-        the model does not fit on the device even when no other model is loaded.
+        Raises ContentMismatchError if the model's folder has changed, and OutOfMemoryError if the model does not fit on the
+        device even when no other model is loaded.
         """
         self._choice(reference_id).require_loadable(self._folder(reference_id), self._reference(reference_id))
 
@@ -257,7 +246,6 @@ def _ids(scalar: Any) -> Any:
 
 
 def main() -> None:
-    """Read the configuration, then run the worker."""
     # Ctrl-C sends SIGINT to the whole process group, but the service decides when workers end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

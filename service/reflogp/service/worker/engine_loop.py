@@ -2,9 +2,8 @@
 
 Online requests are served first. Requests with the same reference and temperature are computed together, in one round, if they
 fit into the engine's token budget. After each round, the loop runs one forward pass of the job, if the job has work, so that
-neither the job nor the requests wait long. A request waits for at most two passes of the job if the request's engine is loaded
-and no other requests are queued. While online requests keep arriving, the job's passes are kept short. The thread that calls
-`preload` and `run` owns the engines. All other public methods of EngineLoop may be called from any other thread.
+neither waits long. While online requests keep arriving, the job's passes are kept short. The thread that calls `preload` and
+`run` owns the engines. All other public methods of EngineLoop may be called from any other thread.
 """
 
 from __future__ import annotations
@@ -62,14 +61,11 @@ class OnlineRequest:
     """An online request: sequences to score while a client waits.
 
     Attributes:
-        id: id that the service assigned to the request.
-        request: X-Request-Id of the caller's HTTP request, for log lines.
-        alone: True if the request must not share its round with other requests, because it may have crashed a worker before.
+        alone: True if the request must not share its round, because it may have crashed a worker before.
         deadline: value of time.monotonic() after which the client stops waiting, or None for no deadline.
         top_k: number of most probable tokens of each position that the client wants.
-        outcomes: the outcome of each sequence, or None where it is not known yet. The list is empty until the request's round
-            begins.
-        left: number of sequences whose outcomes are not known yet; set when the request's round begins.
+        outcomes: the outcome of each sequence, or None where it is not known yet; empty until the request's round begins.
+        left: number of sequences whose outcomes are not known yet.
     """
 
     id: str
@@ -92,8 +88,7 @@ class OnlineRequest:
 class Answer:
     """The response to an online request: the outcomes in `request.outcomes`, or one `error` for the whole request.
 
-    Attributes:
-        is_permanent: True if sending the request again leads to the same error.
+    `is_permanent` is True if sending the request again leads to the same error.
     """
 
     request: OnlineRequest
@@ -109,9 +104,8 @@ class _Work:
     """The sequences that the engine loop computes for a job, and the state of their computation.
 
     Attributes:
-        groups: see EngineLoop.flow.
-        out: queue of results for the job. Each forward pass adds a tuple of its results and its token counts. After the last
-            pass, None is added. If the computation cannot continue, an error is added.
+        out: queue of results for the job: of each forward pass, its results and token counts; then None, or an error if the
+            computation cannot continue.
         is_starved: True if `groups` contained no new sequences when the engine last looked for them.
         idle_until: value of time.monotonic() before which `groups` is not checked for new sequences.
         passes: the generator returned by `begin`, or None if the computation has not begun.
@@ -128,10 +122,7 @@ class _Work:
     abandoned: bool = False
 
     def begin(self, engine: PassEngine) -> Iterator[tuple[Landed, TokenCounts]]:
-        """Compute the passes and yield their results.
-
-        The generator runs in the thread that owns the engine. Between passes, online requests may use the engine.
-        """
+        """Compute the passes and yield their results, in the thread that owns the engine."""
         passes = engine.flow(self.groups)
         while True:
             so_far = engine.token_counts()
@@ -142,9 +133,7 @@ class _Work:
 
 
 class Engines:
-    """The loaded engines of one device, by reference id. Loading an engine may unload the least recently used engines.
-
-    Only the engine loop's thread may use an object of this class.
+    """The loaded engines of one device, by reference id. Only the engine loop's thread may use an object of this class.
 
     Args:
         make: loads and returns the engine for a reference id. `make` may raise EngineError and the same errors as
@@ -152,8 +141,8 @@ class Engines:
         capacity: maximum number of loaded engines. If it is 1, the pinned engine and one other may be loaded at the same time.
         pinned: id of a reference whose engine is never unloaded, or None.
         on_change: called with the reference ids of all loaded engines whenever an engine is loaded or unloaded.
-        admit: called with a reference id before the reference's engine is loaded, and before other engines are unloaded to make
-            room for it; raises an error if the engine cannot be loaded.
+        admit: called before an engine is loaded, and before others are unloaded to make room for it; raises an error if the
+            engine cannot be loaded.
     """
 
     def __init__(
@@ -200,26 +189,22 @@ class Engines:
         return self._loaded.get(reference_id)
 
     def displaced_by(self, reference_id: str) -> list[str]:
-        """Return the ids of the references whose engines would be unloaded to make room for the given reference."""
+        """Return the references whose engines would be unloaded to make room for this one, least recently used first."""
         if reference_id in self._loaded:
             return []
         too_many = len(self._loaded) + 1 - self._capacity
         return self._movable()[: max(0, too_many)]
 
     def settled(self, reference_id: str, resident_seconds: float, idle_seconds: float) -> bool:
-        """Return True if an engine may be unloaded in favour of another engine.
-
-        This is so if the engine was loaded at least `resident_seconds` ago, or was last used at least `idle_seconds` ago.
-        """
+        """Return whether an engine may be unloaded in favour of another: loaded long ago, or unused for a while."""
         now = time.monotonic()
         resident = now - self._loaded_at.get(reference_id, 0.0)
         return resident >= resident_seconds or now - self._used_at.get(reference_id, 0.0) >= idle_seconds
 
     def _made_in_the_room(self, reference_id: str) -> PassEngine | None:
-        """Load an engine without unloading other engines. If memory runs out and other engines can be unloaded, return None.
+        """Load an engine without unloading others. Return None if memory runs out and others can be unloaded.
 
-        In that case, the method does not raise OutOfMemoryError, because the error's traceback would refer to the partly loaded
-        model and so prevent its memory from being freed.
+        OutOfMemoryError is not raised then, because its traceback would keep the memory of the partly loaded model.
         """
         try:
             return self._make(reference_id)
@@ -243,11 +228,10 @@ class EngineLoop:
     """The loop that alternates between online requests and one job.
 
     Args:
-        engines: engines of the device.
         on_round: called before each round with the ids of the round's requests.
         on_answer: called with the Answer for each request.
-        window_seconds: time that a request waits for other requests to join its round. A request waits only if requests have
-            overlapped recently (see _OVERLAP_SECONDS).
+        window_seconds: time that a request waits for other requests to join its round, if requests have overlapped recently
+            (see _OVERLAP_SECONDS).
     """
 
     def __init__(
@@ -286,25 +270,20 @@ class EngineLoop:
             self._tell()
 
     def forget(self, request_id: str) -> None:
-        """Remove a request that no client is waiting for any more.
-
-        A request that the engine has already started is still completed.
-        """
+        """Remove a request that no client is waiting for any more, unless the engine has started it."""
         with self._changed:
             self._online = deque(request for request in self._online if request.id != request_id)
 
     def flow(
         self, reference_id: str, groups: Iterable[list[Sequence]], check: Callable[[], None]
     ) -> Iterator[tuple[Landed, TokenCounts]]:
-        """Yield the outcomes of each forward pass, with the token counts of the pass.
+        """Yield the outcomes of each forward pass of a job, with the token counts of the pass. Call this in another thread.
 
-        Each outcome comes with the index of its sequence among all sequences in `groups`. The passes are computed in the thread
-        that owns the engine, and alternate with online requests. Call this method in another thread.
+        Each outcome comes with the index of its sequence among all sequences in `groups`.
 
         Args:
             groups: groups of sequences. The iterable must not block, because online requests would then have to wait. When no
-                sequences are available yet, the iterable must yield an empty group. The engine may read the iterable in a
-                background thread.
+                sequences are available yet, it must yield an empty group. The engine may read it in a background thread.
             check: called repeatedly in the calling thread while it waits for outcomes; raises an error to stop the job.
 
         Raises:
@@ -315,11 +294,9 @@ class EngineLoop:
         return self._follow(_Work(reference_id, groups), check)
 
     def engine(self, reference_id: str, check: Callable[[], None]) -> PassEngine:
-        """Return the engine of a reference, loading it if necessary.
+        """Return the engine of a reference, loading it if necessary. Raises as `flow`.
 
         Call only those methods of the returned engine that run no forward pass.
-
-        Raise the same errors as `flow`.
         """
         work = _Work(reference_id, [])
         for _ in self._follow(work, check):
@@ -360,7 +337,6 @@ class EngineLoop:
             self._tell()
 
     def preload(self, reference_id: str) -> None:
-        """Load an engine in advance. Call this method in the thread that will call `run`."""
         self._engine(reference_id)
 
     def run(self) -> None:
@@ -415,16 +391,16 @@ class EngineLoop:
         self._changed.notify_all()
 
     def _pause(self) -> float | None:
-        """Return how many seconds the loop may sleep before it checks for work, or None if it can sleep until it is woken."""
+        """Return how many seconds the loop may sleep before it checks for work; None: until it is woken."""
         if self._work is not None and self._work.idle_until > time.monotonic():
             return _LOOK_FOR_GROUPS_SECONDS
         return _LOOK_AGAIN_SECONDS if self._online or self._work else None
 
     def _ready_work(self) -> _Work | None:
-        """Return the job's work if the loop should run one of the job's passes now, otherwise None.
+        """Return the job's work if the loop should run one of the job's passes now.
 
-        The loop should run no pass while the job waits for new sequences to be read, while the results of _AHEAD passes are
-        waiting to be read by the job, or while the pass would displace a model that was both loaded and used recently.
+        It should not while the job waits for new sequences to be read, while the results of _AHEAD passes are waiting to be
+        read by the job, or while the pass would displace a model that was both loaded and used recently.
         """
         work = self._work
         if work is None or work.abandoned or work.out.qsize() >= _AHEAD or work.idle_until > time.monotonic():
@@ -467,8 +443,7 @@ class EngineLoop:
     def _next_round(self) -> list[OnlineRequest]:
         """Remove the next round's requests from the queue and return them; return an empty list if none may be served now.
 
-        All requests in a round have the same reference and temperature and, taken together, fit into the engine's token budget.
-        If the first request exceeds the budget on its own, it is returned alone.
+        Taken together, they fit into the engine's token budget, unless the first one alone exceeds it.
         """
         first = self._first_servable()
         if first is None:

@@ -21,9 +21,7 @@ class ModelConfig:
 
     Attributes:
         model: folder of the model or of a PEFT adapter, or a hub id.
-        dtype: a dtype that `describe_reference` accepts.
         lm_head_dtype: dtype of the logits, or None if logits are computed in `dtype`.
-        revision: revision of a hub model, or None for the main branch.
         engine: fields of EngineChoice, except device and token_budget, which the worker sets.
     """
 
@@ -47,14 +45,11 @@ class WorkerConfiguration:
         visible: value of CUDA_VISIBLE_DEVICES in the worker's process, or None to leave the variable unchanged.
         address: path of the Unix socket to which the runners of jobs connect.
         sharing: number of workers among which the machine's CPU cores are divided; used only if `device` is "cpu".
-        token_budget: maximum number of tokens in one forward pass, or "auto".
         models: configuration of each reference's model, by reference id.
         capacity: maximum number of loaded engines.
         pinned: id of the reference whose engine is loaded at startup and never unloaded, or None.
-        store: URI of the store.
         commit_seconds: maximum time in seconds between computing a job's values and committing them.
-        window_seconds: maximum time in seconds that an online request waits for other requests to join its round; see
-            EngineLoop.
+        window_seconds: see EngineLoop.
     """
 
     device: str
@@ -83,12 +78,10 @@ TOP_OUTCOMES = OUTCOMES.append(pa.field("top_ids", pa.list_(pa.int32()))).append
 
 
 def token_count(sequences: pa.Table) -> int:
-    """Return the total number of tokens in the prompts and completions."""
     return sum(len(one_array(sequences[name]).flatten()) for name in SEQUENCES.names)
 
 
 def table_of(body: bytes) -> pa.Table:
-    """Read the table from an Arrow IPC stream."""
     return pa.ipc.open_stream(body).read_all()
 
 

@@ -33,9 +33,8 @@ _LOOK_SECONDS = 0.1
 class JobEngine:
     """An engine whose forward passes the engine loop computes, between online requests; see `scoring.engines.Engine`.
 
-    Args:
-        engine: the engine that the loop uses. Only those methods are called here that run no forward pass.
-        check: called repeatedly; raises an error to stop the passes.
+    `check` is called repeatedly; it raises an error to stop the passes. Only those methods of `engine` are called that run no
+    forward pass.
     """
 
     def __init__(self, loop: EngineLoop, engine: PassEngine, reference_id: str, check: Callable[[], None]) -> None:

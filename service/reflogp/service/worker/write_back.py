@@ -29,10 +29,7 @@ _MOST_NUMBERS = 16 << 20
 
 
 def _copied(scored: tuple[Sequence, Values]) -> tuple[Sequence, Values]:
-    """Return the same pair of sequence and values, with a copy of the sequence.
-
-    The copy is needed because the original sequence is a view that keeps its whole request in memory.
-    """
+    """Copy the sequence, which is a view that keeps its whole request in memory."""
     sequence, values = scored
     return Sequence(np.array(sequence.prompt_ids, np.int32), np.array(sequence.completion_ids, np.int32)), values
 
@@ -42,11 +39,7 @@ def _numbers_of(scored: list[tuple[Sequence, Values]]) -> int:
 
 
 class WriteBack:
-    """A queue of computed values, and the thread that commits them.
-
-    Args:
-        table_of: function that takes a reference id and returns the table for its values.
-    """
+    """A queue of computed values, and the thread that commits them. `table_of` returns the table of a reference id."""
 
     def __init__(self, table_of: Callable[[str], ValuesTable]) -> None:
         self._table_of = table_of
@@ -59,11 +52,7 @@ class WriteBack:
         self._thread.start()
 
     def put(self, reference_id: str, provenance: dict[str, Any], scored: list[tuple[Sequence, Values]]) -> None:
-        """Queue values for the next commit. The values must have been computed at temperature 1.
-
-        If earlier values are still waiting or being committed, and the new values would bring the total above _MOST_NUMBERS,
-        log a warning and drop the new values.
-        """
+        """Queue values, computed at temperature 1, for the next commit. If too many earlier values wait, drop them."""
         with self._changed:
             numbers = _numbers_of(scored)
             if self._numbers and self._numbers + numbers > _MOST_NUMBERS:

@@ -1,0 +1,611 @@
+"""Run jobs: start queued jobs in processes of their own (runners), lend workers to them, and record their progress and ends.
+
+A runner reads the job's dataset and sends what has to be scored to the workers that the service lends it: one from the start,
+and others as long as they are idle.
+
+The code of this module runs in the event loop. Calls that use the ledger or files run in threads. The end of a job is recorded
+as soon as the ledger can be written; until then, the job counts as running. Only one task claims jobs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from anyio import to_thread
+
+from reflogp.scoring.machine import total_memory
+from reflogp.service.dataset_files import DatasetFiles
+from reflogp.service.errors import LedgerDamagedError, LedgerError
+from reflogp.service.fetching import Fetching
+from reflogp.service.ledger import Claim, Ledger
+from reflogp.service.metrics import Metrics
+from reflogp.service.models import JobProgress, JobState
+from reflogp.service.pool import Pool, WorkerHandle
+from reflogp.service.problems import Problem
+from reflogp.service.registry import ReferenceRegistry
+from reflogp.service.roots import root_of
+from reflogp.service.runner.order import JobContext, JobOrder
+from reflogp.service.runner.process import RunnerProcess, start_report, start_runner
+from reflogp.service.settings import ServerSettings
+from reflogp.service.supervision import supervise
+from reflogp.service.threads import Threads
+from reflogp.store import ReferenceNotFoundError, ReflogpError
+from reflogp.store.texts import counted, shortened_without_secrets
+
+logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+
+#: A job fails if this many of its runners have died since values of the job were last committed.
+_DEATHS = 3
+#: A worker that has loaded a job's model is lent to a running job that has workers only if the job has at least _LEFT_SECONDS
+#: of work left. For a worker that must first load the model, the minimum is _LEFT_TO_LOAD_SECONDS.
+_LEFT_SECONDS, _LEFT_TO_LOAD_SECONDS = 1.0, 30.0
+#: A worker that has died this many times while it was lent to a job is lent to that job only if it has no other.
+_FAILURES = 3
+#: A runner that has not stopped after this many seconds is killed; the second number applies when the service ends.
+_STOP_SECONDS, _END_SECONDS = 30.0, 20.0
+#: Why a job is stopped that goes on later, and its note.
+_STOPPED = {
+    "interrupted": "a job with higher priority needed the worker",
+    "end": "the service ended",
+}
+#: Seconds between checks of the runners' memory.
+_LOOK_SECONDS = 2.0
+#: A job that was first submitted less than this many seconds ago may be overtaken by newer jobs of the same priority whose
+#: model is already loaded.
+_PATIENCE_SECONDS = 60.0
+#: Seconds between checks of a working ledger, and between attempts to use a failing one.
+_LEDGER_SECONDS, _LEDGER_AGAIN_SECONDS = 5.0, 1.0
+#: A job whose store cannot be used is tried again after _STORE_PAUSE seconds, doubled after each further failure, up to
+#: _LONGEST_STORE_PAUSE. It fails after more than _STORE_TRIES failures between two commits, which takes about three hours.
+_STORE_PAUSE, _LONGEST_STORE_PAUSE, _STORE_TRIES = 30.0, 600.0, 20
+#: Maximum number of seconds to write a report.
+_REPORT_SECONDS = 600.0
+
+
+class _Running:
+    """A job that was claimed from the ledger and has not ended.
+
+    Attributes:
+        runner: the job's process; None until it has started, and when it has ended.
+        workers: numbers of the workers that are lent to the job.
+        failures: worker number -> how often the worker has died while it was lent to the job.
+        cancelled: whether the job has been cancelled; it may have been stopped for another reason before.
+        stop_reason: why the job must stop ("cancelled", or a key of _STOPPED), or None if it may continue.
+        counted: the progress that the metrics already include.
+    """
+
+    def __init__(self, claim: Claim, worker: int) -> None:
+        self.claim = claim
+        self.runner: RunnerProcess | None = None
+        self.workers = {worker}
+        self.failures: Counter[int] = Counter()
+        self.cancelled = False
+        self.stop_reason: str | None = None
+        self.counted = JobProgress()
+
+    def send(self, message: dict[str, Any]) -> None:
+        if self.runner is not None:
+            self.runner.send(message)
+
+
+class JobScheduler:
+    """Runs the jobs in the ledger.
+
+    Args:
+        files: the uploaded and fetched datasets.
+        context: settings that all jobs share.
+        results: folder for results and reports.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        ledger: Ledger,
+        registry: ReferenceRegistry,
+        files: DatasetFiles,
+        metrics: Metrics,
+        context: JobContext,
+        results: Path,
+    ) -> None:
+        self._settings = settings
+        self._ledger = ledger
+        self._registry = registry
+        self._metrics = metrics
+        self._context = context
+        self._results = results
+        results.mkdir(parents=True, exist_ok=True)
+        for partial_file in results.glob(".*.partial"):  # left by a process that was killed while it wrote a result
+            partial_file.unlink(missing_ok=True)
+        self._fetching = Fetching(settings, ledger, files, self._recorded, self._fetch_changed, self._finish)
+        self._threads = Threads("the dataset's file system", 4)
+        self._reporting = asyncio.Lock()
+        self._reports: set[RunnerProcess] = set()  # the process that writes a report
+        self._pool: Pool
+        self._running: dict[str, _Running] = {}  # job id -> the running job
+        # id of a running or queued job -> how often its store could not be used, and how many of its runners have died, since
+        # values of the job were last committed
+        self._store_failures: Counter[str] = Counter()
+        self._deaths: Counter[str] = Counter()
+        self._paused: dict[str, float] = {}  # id of a job -> when it may be tried again, on the clock of time.monotonic
+        self._watchers: dict[str, set[asyncio.Event]] = {}
+        self._background: set[asyncio.Task[Any]] = set()
+        self._wanted = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self.closing = False
+        #: Number of writes that have not reached the ledger yet.
+        self.unrecorded = 0
+
+    def start(self, pool: Pool) -> None:
+        """Start the background tasks. Jobs that were unfinished when the service last stopped are continued."""
+        self._pool = pool
+        self.look()
+        work = {
+            "assigning jobs": self._assign_for_ever,
+            "fetching datasets": self._fetching.run,
+            "watching runners": self._watch_runners,
+        }
+        self._tasks = [asyncio.create_task(supervise(name, run)) for name, run in work.items()]
+
+    def drain(self) -> None:
+        """Start no more jobs and fetches, and wake all who wait for a job's next change."""
+        self.closing = True
+        self._fetching.close()
+        for task in self._tasks:
+            task.cancel()
+        for job in list(self._watchers):
+            self.notify(job)
+
+    async def stop(self) -> None:
+        """Stop all running jobs, and wait until their runners have exited. Call this method before the workers exit."""
+        for running in self._running.values():
+            self._stop(running, "end")
+        stop = time.monotonic() + _END_SECONDS
+        while self._running and time.monotonic() < stop:
+            await asyncio.sleep(0.05)
+        for running in list(self._running.values()):
+            self._kill(running, "it did not stop in time")
+
+    # What requests do
+
+    def look(self) -> None:
+        """Wake the background tasks that start jobs and fetch datasets."""
+        self._wanted.set()
+        self._fetching.look()
+
+    async def cancel(self, job: str) -> JobState | None:
+        """Cancel a job. Return the state that it had, or None for an unknown job."""
+        state = await to_thread.run_sync(self._ledger.cancel, job)
+        self._fetching.cancel(job)
+        if state == "queued":
+            self._ended(job, "cancelled")
+        elif job in self._running:
+            self._cancel(self._running[job])
+        return state
+
+    @contextmanager
+    def watched(self, job: str) -> Iterator[asyncio.Event]:
+        """Yield an event that is set when the job changes, or when the service ends."""
+        changed = asyncio.Event()
+        self._watchers.setdefault(job, set()).add(changed)
+        try:
+            yield changed
+        finally:
+            self._watchers[job].discard(changed)
+            if not self._watchers[job]:
+                del self._watchers[job]
+
+    def notify(self, job: str) -> None:
+        for changed in self._watchers.get(job, ()):
+            changed.set()
+
+    def result(self, job_id: str) -> Path:
+        """Return the path of a job's result.
+
+        The runner writes the file at the end of the job, and only if at least one row of the dataset could be read.
+        """
+        return self._results / f"{job_id}.parquet"
+
+    def report(self, job_id: str) -> Path:
+        return self._results / f"{job_id}.report.html"
+
+    async def write_report(self, claim: Claim) -> tuple[str, bool]:
+        """Write a job's report. Return the reason why there is none, or "", and whether it is the same at the next call.
+
+        Raises as `_order`.
+        """
+        order = await self._order(claim)
+        async with self._reporting:
+            if await to_thread.run_sync(Path(order.report).is_file):  # written for another caller meanwhile
+                return "", False
+            reason, is_lasting = await self._reported(order)
+            return reason.replace(order.file, claim.source["name"]), is_lasting
+
+    async def _reported(self, order: JobOrder) -> tuple[str, bool]:
+        try:
+            process = await start_report(order, self._context)
+        except (OSError, EOFError) as error:
+            return f"no process can be started: {error}", False
+        self._reports.add(process)
+        late = asyncio.get_running_loop().call_later(_REPORT_SECONDS, process.kill, f"it takes more than {_REPORT_SECONDS:g} s")
+        try:
+            frame, ended = await process.receive(), await process.wait()
+        finally:
+            late.cancel()
+            self._reports.discard(process)
+        if frame is not None:
+            return frame[0]["error"], frame[0]["is_lasting"]
+        return ("", False) if await to_thread.run_sync(Path(order.report).is_file) else (ended, bool(process.killed_for))
+
+    # What workers do
+
+    async def on_frame(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
+        """If a frame says that a worker's process is ready, use the worker."""
+        if message["op"] == "ready":
+            for running in self._running.values():
+                if worker.number in running.workers:
+                    self._lend(running, worker.number)
+            self.look()
+
+    async def on_death(self, worker: WorkerHandle, reason: str, blame: bool) -> None:
+        """Handle the end of a worker's process: tell the job that it was lent to.
+
+        Args:
+            blame: True if the job may have killed the worker; False if the worker was computing an online request when it died.
+        """
+        for running in self._running.values():
+            if worker.number in running.workers:
+                if blame:
+                    logger.warning("a worker of the job ended: %s", reason, extra={"job": running.claim.id})
+                    running.failures[worker.number] += 1
+                running.send({"op": "gone", "worker": worker.number, "reason": reason, "blamed": blame})
+                if worker.broken:
+                    running.workers.discard(worker.number)
+        self.look()
+
+    # The end of a job
+
+    async def _recorded(self, job: str, write: Callable[[], _Result]) -> _Result | None:
+        """Write to the ledger, again and again until it works. Return None if the service ends first.
+
+        The ledger then lists the job as running, or as waiting for its dataset, and the next service continues it.
+        """
+        self.unrecorded += 1
+        try:
+            while True:
+                try:
+                    return await to_thread.run_sync(write)
+                except LedgerError as error:
+                    if self.closing:
+                        logger.error("a change could not be recorded: %s", error, extra={"job": job})
+                        return None
+                await asyncio.sleep(_LEDGER_AGAIN_SECONDS)
+        finally:
+            self.unrecorded -= 1
+
+    async def _record_end(self, running: _Running, message: dict[str, Any]) -> None:
+        """Record the end of a job whose runner reports that it is done, has failed, or was stopped."""
+        job, source = running.claim.id, running.claim.source
+        match message["end"]:
+            case "done":
+                await self._finish(job, "done", summary=message["summary"])
+            case "failed":
+                await self._finish(job, "failed", error=message["error"].replace(source["file"], source["name"]))
+            case _ if message["error"] is None or running.cancelled:
+                await self._record_stop(running)
+            case _:
+                await self._record_trouble_with_store(job, shortened_without_secrets(message["error"]))
+
+    async def _record_trouble_with_store(self, job: str, error: str) -> None:
+        error = f"the store cannot be used: {error}"
+        self._store_failures[job] += 1
+        if self._store_failures[job] > _STORE_TRIES:
+            await self._finish(job, "failed", error=error)
+        else:
+            pause = min(_LONGEST_STORE_PAUSE, _STORE_PAUSE * 2 ** (self._store_failures[job] - 1))
+            self._paused[job] = time.monotonic() + pause
+            asyncio.get_running_loop().call_later(pause, self.look)
+            await self._give_back(job, error)
+
+    async def _record_stop(self, running: _Running) -> None:
+        if running.cancelled:
+            await self._finish(running.claim.id, "cancelled")
+        else:
+            await self._give_back(running.claim.id, _STOPPED[running.stop_reason or "end"])
+
+    async def _record_death(self, running: _Running, reason: str) -> None:
+        """Record that a job's runner has exited without a report."""
+        job = running.claim.id
+        if running.stop_reason is not None:
+            await self._record_stop(running)
+            return
+        logger.warning("the process that ran the job ended: %s", reason, extra={"job": job})
+        self._deaths[job] += 1
+        if self._deaths[job] < _DEATHS:
+            await self._give_back(job, f"the process that ran the job ended: {reason}")
+        else:
+            error = f"{_DEATHS} processes that ran the job ended without making progress; the last time, {reason}"
+            await self._finish(job, "failed", error=error)
+
+    async def _give_back(self, job: str, note: str) -> None:
+        """Put a running job back into the queue."""
+        logger.info("job queued again: %s", note, extra={"job": job})
+        await self._recorded(job, partial(self._ledger.give_back, job, note))
+        self.notify(job)
+
+    async def _finish(self, job: str, state: JobState, summary: dict[str, Any] | None = None, error: str | None = None) -> None:
+        # the error may quote a dataset or a chat template, so it can be long and contain secrets
+        error = None if error is None else shortened_without_secrets(error)
+        changed = await self._recorded(job, partial(self._ledger.finish, job, state, summary=summary, error=error))
+        self._ended(job, state, error, bool(changed))
+
+    def _ended(self, job: str, state: JobState, error: str | None = None, changed: bool = True) -> None:
+        """Count and log the end of a job, which the ledger has recorded, unless it had ended before. Notify its watchers."""
+        for troubles in (self._store_failures, self._deaths, self._paused):
+            troubles.pop(job, None)
+        if changed:
+            self._metrics.jobs_ended.labels(state).inc()
+            logger.info("job %s%s", state, f": {error}" if error else "", extra={"job": job})
+        self.notify(job)
+
+    def _fetch_changed(self, job: str) -> None:
+        self.notify(job)
+        self.look()
+
+    # Starting jobs, and lending workers to them
+
+    async def _assign_for_ever(self) -> None:
+        """Assign jobs to workers after each call of `look`, and check the ledger. This coroutine never returns.
+
+        No other task claims jobs. Stop the service if the ledger is damaged.
+        """
+        check_at = 0.0
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wanted.wait(), max(0.0, check_at - time.monotonic()))
+            self._wanted.clear()
+            try:
+                if time.monotonic() >= check_at:
+                    await self._check_ledger()
+                    check_at = time.monotonic() + _LEDGER_SECONDS
+                await self._assign_once()
+            except LedgerError:  # the ledger may have recorded a claim that failed, which the next check finds
+                check_at = 0.0
+                await asyncio.sleep(_LEDGER_AGAIN_SECONDS)
+
+    async def _check_ledger(self) -> None:
+        """Write to the ledger, and queue the jobs again that it lists as running although they have no runner."""
+        if isinstance(self._ledger.trouble, LedgerDamagedError):
+            logger.critical("the service stops because its ledger of jobs is damaged")
+            signal.raise_signal(signal.SIGTERM)
+        lost = await to_thread.run_sync(self._ledger.requeue_lost, set(self._running), "the service ended")
+        if lost:
+            logger.info("%s of a service that was killed: queued again, or ended if cancelled", counted(lost, "running job"))
+
+    async def _assign_once(self) -> None:
+        """Start queued jobs, each with a worker that is idle or that another job can spare.
+
+        If a job that remains queued has a higher priority than a running job, stop the running job with the lowest priority.
+        """
+        for running in self._running.values():
+            if not self._has_ready_worker(running):
+                self._lend_idle(running)
+        while (worker := self._spare_worker()) is not None:
+            self._paused = {job: until for job, until in self._paused.items() if until > time.monotonic()}
+            claim = await to_thread.run_sync(self._ledger.claim, worker.loaded, _PATIENCE_SECONDS, set(self._paused))
+            if claim is None:
+                break
+            for other in self._running.values():
+                if worker.number in other.workers:
+                    other.workers.discard(worker.number)
+                    other.send({"op": "take_back", "worker": worker.number})
+            running = self._running[claim.id] = _Running(claim, worker.number)
+            self._in_background(self._run(running))
+            self.notify(claim.id)
+        highest = await to_thread.run_sync(self._ledger.highest_queued_priority, set(self._paused))
+        busy = [running for running in self._running.values() if not running.stop_reason and self._has_ready_worker(running)]
+        if highest is not None and busy and not any(running.stop_reason for running in self._running.values()):
+            lowest = min(busy, key=lambda running: running.claim.priority)
+            if lowest.claim.priority < highest:
+                self._stop(lowest, "interrupted")
+        for running in self._running.values():
+            self._lend_idle(running)
+
+    def _spare_worker(self) -> WorkerHandle | None:
+        """Return a ready worker for a queued job: an idle one, or one of a job that has others; None if there is none."""
+        spare: WorkerHandle | None = None
+        lent = {number: running for running in self._running.values() for number in running.workers}
+        for worker in self._pool.workers:
+            if not worker.ready:
+                continue
+            if worker.number not in lent:
+                return worker
+            if self._has_ready_worker(lent[worker.number], but=worker.number):
+                spare = worker
+        return spare
+
+    def _has_ready_worker(self, running: _Running, but: int | None = None) -> bool:
+        return any(self._pool.workers[number].ready for number in running.workers - {but})
+
+    def _lend_idle(self, running: _Running) -> None:
+        """Lend idle workers to a running job: to one that has no worker, or that more workers are worthwhile for."""
+        if self.closing or running.stop_reason is not None or running.runner is None:
+            return
+        lent = {number for other in self._running.values() for number in other.workers}
+        for worker in self._pool.workers:
+            if not worker.answering or worker.number in lent:
+                continue
+            if not self._has_ready_worker(running) or self._is_worthwhile(running, worker):
+                logger.info("lent worker %d to the job as well", worker.number, extra={"job": running.claim.id})
+                running.workers.add(worker.number)
+                self._lend(running, worker.number)
+
+    def _is_worthwhile(self, running: _Running, worker: WorkerHandle) -> bool:
+        """Return whether one more worker is worthwhile for a job, considering what is left to score.
+
+        A worker that would have to unload a model is not lent. Queued jobs take precedence.
+        """
+        left = running.counted.seconds_left
+        if self._wanted.is_set() or not running.counted.scored or left is None or running.failures[worker.number] >= _FAILURES:
+            return False
+        if running.claim.reference_id in worker.loaded:
+            return left >= _LEFT_SECONDS
+        movable = [model for model in worker.loaded if model != worker.configuration.pinned]
+        is_full = bool(movable) and len(worker.loaded) >= worker.configuration.capacity
+        return left >= _LEFT_TO_LOAD_SECONDS and not is_full
+
+    def _lend(self, running: _Running, number: int) -> None:
+        if self._pool.workers[number].ready:
+            address = self._pool.workers[number].configuration.address
+            running.send({"op": "lend", "worker": number, "address": address})
+
+    # A running job
+
+    async def _run(self, running: _Running) -> None:
+        """Run a claimed job, and record how it ended."""
+        job = running.claim.id
+        try:
+            if await self._begin(running):
+                await self._follow(running)
+        except Exception as error:
+            logger.exception("a job could not be run", extra={"job": job})
+            self._kill(running, "the service could not handle a message from it")
+            await self._finish(job, "failed", error=f"{type(error).__name__}: {error}")
+        finally:
+            del self._running[job]
+            self.look()
+
+    async def _follow(self, running: _Running) -> None:
+        """Handle the frames of a job's runner until the job ends, and record its end."""
+        runner = running.runner
+        assert runner is not None
+        report: dict[str, Any] | None = None
+        while report is None and (frame := await runner.receive()) is not None:
+            message, _ = frame
+            if message["op"] == "job":
+                report = message
+            else:
+                self._progressed(running, message)
+        reason = "" if report is not None else await runner.wait()
+        running.runner = None
+        running.workers.clear()  # they may work for other jobs, however long it takes to record the end
+        self.look()
+        if report is not None:
+            self._in_background(runner.wait())
+            await self._record_end(running, report)
+        else:
+            await self._record_death(running, reason)
+
+    def _progressed(self, running: _Running, message: dict[str, Any]) -> None:
+        job, progress = running.claim.id, JobProgress(**message["progress"])
+        self._count(running, progress)
+        if message["committed"]:
+            self._store_failures.pop(job, None)
+            self._deaths.pop(job, None)
+        self._lend_idle(running)
+        self._ledger.progressed(job, progress)
+        self.notify(job)
+
+    def _count(self, running: _Running, progress: JobProgress) -> None:
+        """Update the metrics with the progress that a job has made since the runner's previous `progress` frame."""
+        before, running.counted = running.counted, progress
+        self._metrics.sequences.labels("job", "hit").inc(max(0, progress.hits - before.hits))
+        self._metrics.sequences.labels("job", "scored").inc(max(0, progress.scored - before.scored))
+        self._metrics.tokens.labels("job").inc(max(0, progress.tokens - before.tokens))
+
+    async def _begin(self, running: _Running) -> bool:
+        """Start a job's runner. If the job cannot run, record why and return False."""
+        claim = running.claim
+        if await self._recorded(claim.id, partial(self._ledger.is_cancelled, claim.id)):  # before it was in `_running`
+            self._cancel(running)
+        try:
+            if "uri" in claim.source and not await to_thread.run_sync(Path(claim.source["file"]).exists):
+                note = "the fetched dataset was deleted; fetching it again"
+                await self._recorded(claim.id, partial(self._ledger.fetch_again, claim.id, note))
+                self._fetch_changed(claim.id)
+                return False
+            order = await self._order(claim)
+        except (ReflogpError, Problem, OSError) as error:
+            detail = error.detail if isinstance(error, Problem) else str(error)
+            what = "" if isinstance(error, ReferenceNotFoundError) else "the dataset cannot be used: "
+            await self._finish(claim.id, "failed", error=what + detail)
+            return False
+        if running.stop_reason is not None:
+            await self._record_stop(running)
+            return False
+        try:
+            running.runner = await start_runner(order, self._context)
+        except (OSError, EOFError) as error:  # the machine has no memory or no processes left
+            await self._record_death(running, f"it could not be started: {error}")
+            return False
+        logger.info("job started, pid %s, on worker %s", running.runner.pid, *running.workers, extra={"job": claim.id})
+        for number in running.workers:
+            self._lend(running, number)
+        if running.stop_reason is not None:
+            self._stop(running, running.stop_reason)
+        return True
+
+    async def _order(self, claim: Claim) -> JobOrder:
+        """Raises ReferenceNotFoundError if the reference is no longer served, and Problem if its dataset is not allowed."""
+        source, settings = claim.source, claim.settings
+        entry = self._registry.entry_of(settings.reference, claim.reference_id)
+        root = str(await self._threads.run(root_of, Path(source["file"]), self._settings)) if "path" in source else None
+        return JobOrder(
+            job=claim.id,
+            reference=self._registry.model_of(claim.reference_id),
+            model=entry.model,
+            revision=entry.revision,
+            trust_remote_code=entry.trust_remote_code,
+            file=source["file"],
+            digest=source["digest"],
+            root=root,
+            split=source["split"],
+            format=settings.format,
+            max_length=settings.max_length,
+            truncation_mode=settings.truncation_mode,
+            ld_alpha=settings.ld_alpha,
+            top_k=entry.top_k,
+            result=str(self.result(claim.id)),
+            report=str(self.report(claim.id)),
+            request=claim.request,
+            traceparent=claim.traceparent,
+        )
+
+    def _cancel(self, running: _Running) -> None:
+        running.cancelled = True
+        self._stop(running, "cancelled")
+
+    def _stop(self, running: _Running, why: str) -> None:
+        """Tell a job's runner to stop, and kill it if it has not exited after _STOP_SECONDS."""
+        running.stop_reason = running.stop_reason or why
+        asyncio.get_running_loop().call_later(_STOP_SECONDS, self._kill, running, "it did not stop in time")
+        running.send({"op": "stop", "why": running.stop_reason})
+
+    def _kill(self, running: _Running, why: str) -> None:
+        if running.runner is not None:
+            running.runner.kill(why)
+
+    async def _watch_runners(self) -> None:
+        """Kill runners that use too much memory. This coroutine never returns."""
+        most = self._settings.max_worker_bytes or total_memory() * 9 // 10
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            runners = [running.runner for running in self._running.values() if running.runner is not None]
+            for process in [*runners, *self._reports]:
+                if (used := process.memory()) > most:
+                    process.kill(f"it used {used:,} bytes of memory, more than max_worker_bytes allows")
+
+    def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
