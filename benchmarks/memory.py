@@ -4,7 +4,7 @@ Every route gets its heaviest requests (tests/service/heavy_requests.py), with t
 four at a time. The peaks of both processes are reported, with their memory at rest and the bound of the worker.
 
     python benchmarks/memory.py [--requests 1000] [--only POST/v1/score …] [--seconds 0]
-        [--unread-mib 256] [--out benchmarks/results]
+        [--out benchmarks/results]
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--only", nargs="*", default=[], metavar="METHOD/PATH", help="measure only these routes, and write no file"
     )
-    parser.add_argument("--unread-mib", type=int, default=256, help="size of bodies that are sent to routes that read no body")
     parser.add_argument("--out", default="benchmarks/results")
     return parser.parse_args()
 
@@ -75,7 +74,6 @@ def measured(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         keys=lookups._MAX_KEYS,
         sequences=scores._MAX_SEQUENCES,
         tokens=scores._MAX_TOKENS,
-        unread=options.unread_mib * MIB,
     )
     (folder / "service.toml").write_text(f'state = "{folder / "state"}"\npinned = "ref"\n')
     place = ("--store", folder / "store", "--config", folder / "service.toml", "--model", f"ref={model}")

@@ -26,7 +26,7 @@ from reflogp.scoring.torch_engine import engine as torch_engine
 from reflogp.scoring.torch_engine.load import load_model
 from reflogp.scoring.vllm_engine.child import VllmProcess
 from reflogp.scoring.vllm_engine.options import Loading
-from reflogp.service import processes
+from reflogp.service import pool
 from reflogp.service.worker.engine_loop import Engines
 from reflogp.store import ReflogpError, describe_reference
 from reflogp.store.checkpoint import read_checkpoint
@@ -366,10 +366,10 @@ def test_workers_and_the_command_have_growing_segments_unless_the_user_said_othe
     own = os.environ.get("PYTORCH_ALLOC_CONF")
     expected = own if name else "expandable_segments:True"
     say = (sys.executable, "-c", "import os; print(os.environ.get('PYTORCH_ALLOC_CONF'))")
-    monkeypatch.setattr(processes, "COMMAND", say)
+    monkeypatch.setattr(pool, "COMMAND", say)
 
     async def worker() -> str:
-        process = await processes.start_worker()
+        process = await pool.start_worker()
         return (await process._stdout.read()).decode().strip()
 
     assert asyncio.run(worker()) == str(expected)

@@ -1,4 +1,4 @@
-"""Requests that are made to take as much memory as a service's bounds allow, of every route, and what they take.
+"""Requests that are made to take as much memory as a service's bounds allow, of every route that reads a body.
 
 Each body is about `size` bytes or at the route's own bound, whichever is less. Used by test_memory.py and benchmarks/memory.py.
 """
@@ -21,10 +21,7 @@ from tests.store.rows import REFERENCE
 
 ARROW_STREAM = "application/vnd.apache.arrow.stream"
 JSON = "application/json"
-#: A form of a service's own page.
-OWN_PAGE = {"sec-fetch-site": "same-origin", "content-type": "application/x-www-form-urlencoded"}
 _INT32 = pa.int32()
-_DATASETS = ("application/x-ndjson", "application/jsonl", "text/csv", "application/vnd.apache.parquet")
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,6 @@ class Bounds:
         json: bytes of a JSON body.
         keys: of a lookup.
         sequences, tokens: of a score request.
-        unread: bytes of a body that is sent to a route that reads none; None: as `size`.
     """
 
     size: int
@@ -44,7 +40,6 @@ class Bounds:
     keys: int
     sequences: int
     tokens: int
-    unread: int | None = None
 
 
 @dataclass(frozen=True)
@@ -89,25 +84,12 @@ def _lists(count: int, each: int, kind: pa.DataType = _INT32, value: int = 9) ->
 
 def json_bodies(size: int, name: str) -> dict[str, Callable[[], bytes]]:
     """JSON of `size` bytes whose decoded form is large, under a field's name."""
-    parts = {
-        "lists": b"[],",
-        "objects": b"{},",
-        "numbers": b"1,",
-        "larger numbers": b"300,",
-        "fractions": b"1.5,",
-        "strings": b'"",',
-        "nested": b"[[[[]]]],",
-        "escapes": b'"\\u00e9",',
-        "words": b"null,",
-    }
+    parts = {"lists": b"[],", "objects": b"{},", "numbers": b"1,", "escapes": b'"\\u00e9",'}
     made = {
         what: lambda part=part: b'{"%s":[' % name.encode() + part * ((size - 40) // len(part)) + b"0]}"
         for what, part in parts.items()
     }
     made["fields"] = lambda: b"{" + b"".join(b'"%x":1,' % n for n in range(size // 12)) + b'"z":1}'
-    made["a deep list"] = lambda: b"[" * (size - 1)
-    made["a long text"] = lambda: b'{"%s":"' % name.encode() + b"x" * (size - 40) + b'"}'
-    made["one byte too long"] = lambda: b" " * (size + 1)
     return made
 
 
@@ -129,24 +111,16 @@ def lookups(bounds: Bounds, long_key: bytes) -> dict[str, Heavy]:
     arrow_bodies: dict[str, tuple[Callable[[], bytes], tuple[int, ...]]] = {
         "as many keys as allowed": (lambda: stream_of(pa.table([_keys(bounds.keys)], schema=key)), (200,)),
         "one key too many": (lambda: stream_of(pa.table([_keys(bounds.keys + 1)], schema=key)), (413,)),
-        "keys of any length": (lambda: stream_of(pa.table({"key": _keys(bounds.keys).cast(pa.large_binary())})), (200,)),
         "a batch for each key": (lambda: _batches(key, one, 16 * bounds.keys), (200, 413)),
         "batches without keys": (lambda: _batches(key, none, 16 * bounds.keys), (200, 413)),
-        "keys by a dictionary": (lambda: stream_of(pa.table({"key": _keys(few).dictionary_encode()})), (422,)),
-        "keys by runs": (lambda: stream_of(pa.table({"key": pa.RunEndEncodedArray.from_arrays([1 << 30], _keys(1))})), (422,)),
         "compressed keys": (
             lambda: stream_of(pa.table([pa.array([bytes(16)] * few, pa.binary(16))], schema=key), compression="zstd"),
             (422,),
-        ),
-        "thousands of columns": (
-            lambda: stream_of(pa.table({f"c{n}": pa.array([], pa.int8()) for n in range(20_000)})),
-            (413, 422),
         ),
         "metadata": (
             lambda: stream_of(pa.table([_keys(1)], schema=key.with_metadata({"x": "y" * (16 * bounds.keys)}))),
             (413,),
         ),
-        "nothing of a stream": (lambda: b"\xff\xff\xff\xff\xf0\xff\xff\x7f" + bytes(16 * bounds.keys), (400,)),
     }
     found |= {what: Heavy(path, body, statuses, arrow) for what, (body, statuses) in arrow_bodies.items()}
     times = min(2_500, bounds.keys // 400)
@@ -176,40 +150,20 @@ def scores(bounds: Bounds) -> dict[str, Heavy]:
 
         return body
 
-    def dictionaries() -> pa.Array:
-        codes = pa.DictionaryArray.from_arrays(pa.array(np.zeros(tokens, np.int8)), pa.array([7]))
-        return pa.ListArray.from_arrays(pa.array([0, tokens], pa.int32()), codes)
-
     def unused() -> bytes:
         """Offsets that say that every list is empty, and values all the same."""
         lists = _lists(n, half, pa.int8())
         body = stream_of(pa.table({"prompt_ids": lists, "completion_ids": lists}))
         return body.replace(lists.buffers()[1].to_pybytes()[: 4 * n + 4], bytes(4 * n + 4))
 
-    def far() -> bytes:
-        """An offset far behind the values."""
-        lists = pa.LargeListArray.from_arrays(pa.array([0, 77]), pa.array([1] * 77, pa.int8()))
-        body = stream_of(pa.table({"prompt_ids": lists, "completion_ids": lists}))
-        return body.replace(bytes(8) + (77).to_bytes(8, "little"), bytes(8) + (1 << 40).to_bytes(8, "little"))
-
-    def views() -> pa.Array:
-        offsets, sizes = pa.array([0] * n, pa.int32()), pa.array([tokens // 4] * n, pa.int32())
-        return pa.ListViewArray.from_arrays(offsets, sizes, pa.array(np.zeros(tokens // 4, np.int8)))
-
     small = pa.record_batch([_lists(1, 1), _lists(1, 1)], names=["prompt_ids", "completion_ids"])
     bodies: dict[str, tuple[Callable[[], bytes], tuple[int, ...]]] = {
         "as many tokens as allowed, with masks": (lambda: padded(pa.int64(), beyond, 2 * half), (200, 429, 503)),
-        "the same as uint32": (lambda: padded(pa.uint32(), beyond, 2 * half), (200, 429, 503)),
         "the same in bytes": (lambda: padded(pa.int8(), -1, 2 * half), (200, 429, 503)),
         "a mask of bytes that is long": (lambda: padded(pa.int8(), -1, 14 * half), (413,)),
         "too many tokens in bytes": (two(lambda: _lists(n, 8 * half, pa.int8())), (413,)),
-        "lists of lists": (two(lambda: pa.array([[[1]] * 100] * 1_000)), (422,)),
-        "lists of a dictionary": (two(dictionaries), (422,)),
-        "list views of one list": (two(views), (400, 422)),
-        "fixed lists": (two(lambda: pa.FixedSizeListArray.from_arrays(np.full(tokens, 7, np.int8), tokens // n)), (413,)),
         "values that no list holds": (unused, (200, 429, 503)),
         "a batch for each sequence": (lambda: _batches(small.schema, small, 8 * tokens), (413,)),
-        "large offsets": (far, (400,)),
     }
     found = {what: Heavy(path, body, statuses, arrow) for what, (body, statuses) in bodies.items()}
     for what, body in json_bodies(bounds.json, "sequences").items():
@@ -236,65 +190,27 @@ def heavy_requests(bounds: Bounds, long_key: bytes, job: str) -> dict[tuple[str,
     def full() -> bytes:
         return b"x" * bounds.size
 
-    def with_body(path: str, *statuses: int, **headers: str) -> dict[str, Heavy]:
-        """A route that reads no body is sent one, with its length and without."""
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        size = bounds.size if bounds.unread is None else bounds.unread
-        return {
-            "a body": Heavy(path, lambda: b"x" * size, statuses or (200,), named),
-            "a chunked body": Heavy(path, lambda: b"x" * size, statuses or (200,), named, chunked=True),
-        }
-
-    file = {"content-type": "application/octet-stream"}
-    form = {name.replace("-", "_"): value for name, value in OWN_PAGE.items()}
+    json_type = {"content-type": JSON}
     submit = {
-        f"JSON of {what}": Heavy("/v1/jobs", body, (413, 422), {"content-type": JSON})
+        f"JSON of {what}": Heavy("/v1/jobs", body, (413, 422), json_type)
         for what, body in json_bodies(min(bounds.json, 1 << 20), "dataset").items()
-    } | {
-        f"a dataset as {kind}": Heavy("/v1/jobs?reference=ref", full, (200, 201, 422), {"content-type": kind}, chunked)
-        for kind, chunked in zip(_DATASETS, (True, False, True, False), strict=True)
     }
+    submit["a dataset"] = Heavy("/v1/jobs?reference=ref", full, (200, 201, 422), {"content-type": "text/csv"})
     ranges = {"range": "bytes=" + ",".join(f"{n}-" for n in range(4_000))}
-    result = with_body(f"/v1/jobs/{job}/result") | {
-        "many ranges": Heavy(f"/v1/jobs/{job}/result", statuses=(200, 206, 400, 416), headers=ranges)
-    }
-    upload = {
-        "a file": Heavy("/v1/uploads/a.jsonl", full, (200, 201), file),
-        "a chunked file": Heavy("/v1/uploads/b.parquet", full, (200, 201), file, chunked=True),
-    }
-    page = with_body
+    file = {"content-type": "application/octet-stream"}
     return {
         ("POST", "/v1/lookup"): lookups(bounds, long_key),
         ("POST", "/v1/score"): scores(bounds),
         ("POST", "/v1/completions"): completions(),
-        ("GET", "/v1/models"): with_body("/v1/models"),
-        ("GET", "/health"): with_body("/health"),
         ("POST", "/v1/jobs"): submit,
-        ("PUT", "/v1/uploads/{name}"): upload,
-        ("GET", "/v1/jobs"): with_body("/v1/jobs?limit=1000"),
-        ("GET", "/v1/jobs/{job_id}"): with_body(f"/v1/jobs/{job}"),
-        ("DELETE", "/v1/jobs/{job_id}"): with_body(f"/v1/jobs/{job}", 409, content_type=JSON),
-        ("POST", "/v1/jobs/{job_id}/retry"): with_body(f"/v1/jobs/{job}/retry", 409, content_type=JSON),
-        ("GET", "/v1/jobs/{job_id}/result"): result,
-        ("GET", "/v1/jobs/{job_id}/report"): with_body(f"/v1/jobs/{job}/report"),
-        ("GET", "/v1/uploads"): with_body("/v1/uploads"),
-        ("GET", "/v1/uploads/{name}"): with_body("/v1/uploads/none.jsonl", 404),
-        ("DELETE", "/v1/uploads/{name}"): with_body("/v1/uploads/none.jsonl", 404, content_type=JSON),
-        ("GET", "/v1/references"): with_body("/v1/references"),
-        ("GET", "/healthz"): with_body("/healthz"),
-        ("GET", "/readyz"): with_body("/readyz"),
-        ("GET", "/metrics"): with_body("/metrics"),
-        ("GET", "/openapi.json"): with_body("/openapi.json"),
-        ("GET", "/"): page("/"),
-        ("GET", "/jobs"): page("/jobs"),
-        ("GET", "/jobs/{job_id}"): page(f"/jobs/{job}"),
-        ("GET", "/references"): page("/references"),
-        ("POST", "/jobs/{job_id}/cancel"): page(f"/jobs/{job}/cancel", 409, **form),
-        ("POST", "/jobs/{job_id}/retry"): page(f"/jobs/{job}/retry", 409, **form),
-        ("GET", "/signin"): page("/signin", 303),
-        ("POST", "/signin"): page("/signin", 413, **form),
-        ("POST", "/signout"): page("/signout", 303, **form),
-        ("GET", "/static/{name}"): page("/static/style.css"),
+        ("PUT", "/v1/uploads/{name}"): {
+            "a file": Heavy("/v1/uploads/a.jsonl", full, (200, 201), file),
+            "a chunked file": Heavy("/v1/uploads/b.parquet", full, (200, 201), file, chunked=True),
+        },
+        ("GET", "/v1/jobs/{job_id}/result"): {
+            "many ranges": Heavy(f"/v1/jobs/{job}/result", statuses=(200, 206, 400, 416), headers=ranges)
+        },
+        ("GET", "/v1/jobs/{job_id}"): {"a body that is not read": Heavy(f"/v1/jobs/{job}", full)},
     }
 
 

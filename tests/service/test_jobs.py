@@ -15,15 +15,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from reflogp.client import Client, NotAllowedError, RequestRefusedError, ServicePath, ServiceUri, Uploaded
+from reflogp.client import Client, NotAllowedError, RequestRefusedError, ServicePath, Uploaded
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset
 from reflogp.store import Store, UsageError, sequence_keys
 from tests.conftest import plain_token_logps, write_rows
 from tests.scoring.deadly import POISON, deadly_model
 from tests.service.serving import Service, float32, running, settings_file, token_rows, wait_for, wait_until
-from tests.store.hub_server import TOKEN, hub
-from tests.store.s3 import environment_of
 
 
 @pytest.fixture(scope="module")
@@ -316,38 +314,3 @@ def test_a_worker_that_takes_too_much_memory_is_ended_and_the_job_says_so(tmp_pa
         while not any("more than max_worker_bytes" in line for line in list(service.log)):
             assert time.monotonic() < stop, "".join(service.log)
             time.sleep(0.1)
-
-
-@pytest.mark.slow
-def test_the_log_can_be_json_with_job_ids(tmp_path, reference_folder):
-    file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)}, log_format="json")
-    with running("--config", file) as service, Client(service.url) as client:
-        job = client.watch(client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(2, seed=14)), "ref").id)
-        lines = [json.loads(line) for line in service.log if line.startswith("{")]
-    assert {"job submitted by loopback", "job done"} <= {line["message"] for line in lines if line.get("job") == job.id}
-
-
-@pytest.mark.slow
-def test_a_job_scores_a_file_of_the_hub_at_the_commit_that_it_names(tmp_path, reference_folder):
-    """A private repository, which the service's own token may read."""
-    first, second = token_rows(8, seed=40), token_rows(12, seed=41)
-    settings = {"dataset_uris": ["hf://datasets/team/prefs/"], "devices": ["cpu"]}
-    file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)}, **settings)
-    with hub() as found:
-        commits = [
-            found.make("team/prefs", {"data/rows.jsonl": write_rows(tmp_path / "rows.jsonl", rows).read_bytes()})
-            for rows in (first, second)
-        ]
-        found.make("team/secret", {"data/rows.jsonl": b""})
-        variables = {"HF_ENDPOINT": found.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf")}
-        with environment_of(variables), running("--config", file) as service, Client(service.url) as client:
-            for revision, rows in (("", second), (f"@{commits[0]}", first), ("@main", second)):
-                job = client.watch(client.submit(ServiceUri(f"hf://datasets/team/prefs{revision}/data/rows.jsonl"), "ref").id)
-                assert (job.state, job.summary["rows"], job.summary["bad_rows"]) == ("done", len(rows), 0), job.error
-                keys = pq.read_table(client.result(job.id, tmp_path / "result.parquet"))["chosen_key"].to_pylist()
-                expected = sequence_keys([row["prompt_ids"] for row in rows], [row["chosen_ids"] for row in rows])
-                assert keys == expected.to_pylist()
-            with pytest.raises(NotAllowedError, match="fetching this URI is not allowed"):
-                client.submit(ServiceUri("hf://datasets/team/secret/data/rows.jsonl"), "ref")
-            job = client.watch(client.submit(ServiceUri("hf://datasets/team/prefs/none.jsonl"), "ref").id)
-            assert job.state == "failed" and "has no file none.jsonl" in job.error

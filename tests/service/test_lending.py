@@ -5,8 +5,11 @@ import random
 import re
 import signal
 import time
+from concurrent.futures import Future
 from contextlib import suppress
+from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 
@@ -15,8 +18,11 @@ from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.engines import EngineChoice
-from reflogp.scoring.runs.scheduler import Scheduler
+from reflogp.scoring.errors import EngineError
+from reflogp.scoring.runs.misses import Miss
+from reflogp.scoring.runs.scheduler import Scheduler, settled
 from reflogp.scoring.runs.score import score_dataset
+from reflogp.scoring.torch_engine import Sequence
 from reflogp.store import Store, describe_reference
 from tests.conftest import write_rows
 from tests.scoring.deadly import POISON, deadly_model
@@ -96,20 +102,6 @@ def test_a_job_in_line_takes_a_helper_away(service, tmp_path, reference_folder):
     assert (one.state, two.state, state) == ("done", "done", "running"), "".join(service.log)
     everything = [*rows, *few[0], *few[1]]
     values_are_those_of_one_engine(write_rows(tmp_path / "all.jsonl", everything), reference_folder, tmp_path)
-
-
-@pytest.mark.slow
-def test_a_sequence_that_kills_helpers_is_left_out(tmp_path, reference_folder, warm_python):
-    model = deadly_model(reference_folder, tmp_path / "deadly")
-    rows = token_rows(1800, seed=6)
-    rows[1700]["rejected_ids"][4:8] = POISON
-    models = {"ref": {"model": str(model), "dtype": "float32", "trust_remote_code": True}}
-    with running("--config", settings_file(tmp_path, tmp_path / "store", models, **SMALL), warm=warm_python) as service:
-        with Client(service.url) as client:
-            job = client.watch(client.submit(write_rows(tmp_path / "rows.jsonl", rows), "ref").id)
-        assert (job.state, job.summary["bad_row_numbers"], job.summary["failed"]) == ("done", [1700], 1), "".join(service.log)
-    rows[1700]["rejected_ids"] = rows[1700]["chosen_ids"]
-    values_are_those_of_one_engine(write_rows(tmp_path / "good.jsonl", rows), model, tmp_path)
 
 
 @pytest.mark.slow
@@ -221,3 +213,49 @@ def test_a_runner_that_dies_each_time_fails_its_job(service, tmp_path):
             os.kill(service.started_runners()[-1], signal.SIGKILL)
         job = client.watch(job.id)
     assert job.state == "failed" and "3 processes that ran the job ended" in job.error and "SIGKILL" in job.error
+
+
+class OtherProcess:
+    """A worker whose engine cannot be loaded, or scores one sequence."""
+
+    def __init__(self, error=None):
+        self._error = error
+
+    def place(self):
+        return settled("there")
+
+    def prepare(self):
+        future = Future()
+        future.set_exception(self._error) if self._error else future.set_result({})
+        return future
+
+    def score(self, content, again):
+        return settled({"token_counts": (3, 3), "problems": {}, "snapshot": 1})
+
+    def stop(self):
+        return settled(None)
+
+    def progress(self):
+        return None
+
+    def end(self):
+        pass
+
+
+def test_a_worker_that_cannot_load_the_model_leaves_the_job_to_the_others():
+    lent = [OtherProcess(EngineError("the GPU has no memory left")), OtherProcess()]
+    source = SimpleNamespace(may_come=True, count=2, open=lambda table: None)
+    source.begin = lambda have, is_any_placed: [lent.pop(0) for _ in list(lent)]
+    events = []
+    scheduler = Scheduler(workers=source)
+    scheduler.open(None, events.append)
+    with pytest.warns(UserWarning, match="has no memory left"):
+        scheduler.put([Miss(bytes(16), Sequence(np.array([1, 2]), np.array([3])), 1, [0])], 0)
+        scheduler.finish()
+    assert [type(event).__name__ for event in events] == ["Scored", "Committed"]
+    lent.append(OtherProcess(EngineError("the GPU has no memory left")))
+    alone = Scheduler(workers=source)
+    alone.open(None, events.append)
+    with pytest.raises(EngineError, match="there: the GPU has no memory left"):
+        alone.put([Miss(bytes(16), Sequence(np.array([1, 2]), np.array([3])), 1, [0])], 0)
+        alone.finish()

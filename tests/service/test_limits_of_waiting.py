@@ -46,7 +46,7 @@ def test_lookups_of_different_references_do_not_wait_for_each_other(tmp_path, mo
 
     class Table:
         def __init__(self, key):
-            self.reference = SimpleNamespace(reference_id=key)
+            self.reference, self.top_k = SimpleNamespace(reference_id=key), 0
 
         def snapshot(self, number):
             meeting.wait()
@@ -103,7 +103,7 @@ def test_a_job_that_is_submitted_after_its_cancellation_runs(ledger):
 def workers(*loaded: list[str], capacity: int = 1) -> list:
     configuration = SimpleNamespace(capacity=capacity, pinned=None)
     return [
-        SimpleNamespace(number=at, loaded=models, broken=False, late=False, outgoing_bytes=0, configuration=configuration)
+        SimpleNamespace(number=at, loaded=models, broken=False, late=False, configuration=configuration)
         for at, models in enumerate(loaded)
     ]
 

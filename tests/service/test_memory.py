@@ -1,4 +1,4 @@
-"""What requests may take: memory of the service and of its worker, on every route; and time that nobody uses.
+"""What requests may take: memory of the service and of its worker; and time that nobody uses.
 
 Bodies are made by heavy_requests.py. Peaks are the kernel's own, of the service's own process.
 """
@@ -9,11 +9,9 @@ import time
 import httpx
 import numpy as np
 import pytest
-from fastapi.routing import APIRoute
-from starlette.routing import Route
 
 from reflogp.client import Client
-from reflogp.store import Store, StoreError, sequence_keys
+from reflogp.store import Store
 from tests.conftest import write_rows
 from tests.service.heavy_requests import Bounds, Peak, heavy_requests, long_rows, send, settle
 from tests.service.serving import float32, running, settings_file, token_rows, wait_until
@@ -81,29 +79,6 @@ def job(service, place):
 @pytest.fixture(scope="module")
 def requests(long_key, job):
     return heavy_requests(BOUNDS, long_key, job)
-
-
-def routes(place) -> set[tuple[str, str]]:
-    """(method, path) of every route of the app."""
-    from reflogp.service.app import create_app
-    from reflogp.service.settings import ServerSettings
-
-    app = create_app(ServerSettings(store=str(place / "other"), state=place / "other-state"))
-    found, left = set(), list(app.routes)
-    while left:
-        route = left.pop()
-        if (router := getattr(route, "original_router", None)) is not None:
-            left += router.routes
-            continue
-        assert isinstance(route, APIRoute | Route), f"{route} is no route that this test knows: give it cases"
-        found |= {(method, route.path) for method in route.methods - {"HEAD"}}
-    assert ("POST", "/v1/score") in found
-    return found
-
-
-@pytest.mark.slow
-def test_every_route_has_heavy_requests(place, requests):
-    assert routes(place) <= set(requests)
 
 
 def names() -> list[tuple[str, str]]:
@@ -195,33 +170,3 @@ def test_values_that_a_slow_store_does_not_take_are_dropped_and_not_piled_up(mon
     wait_until(lambda: writes._numbers == 0)
     writes.close()
     assert store[REFERENCE].totals()[1] == 1700 // 100 * 4
-
-
-def test_values_are_stored_after_an_unexpected_error(monkeypatch, tmp_path, caplog):
-    from reflogp.scoring.torch_engine import Sequence
-    from reflogp.service.worker import write_back
-
-    monkeypatch.setattr(write_back, "_SECONDS", 0.01)
-    answers = iter([RuntimeError("a bug"), StoreError("the disk is full"), REFERENCE])
-
-    store = Store(tmp_path / "store")
-
-    def table_of(reference_id: str):
-        answer = next(answers)
-        if isinstance(answer, Exception):
-            raise answer
-        return store.values_table(answer)
-
-    writes = write_back.WriteBack(table_of)
-    for first in (1, 2, 3):
-        prompt, completion = np.array([first]), np.array([7, 8])
-        writes.put(REFERENCE.reference_id, {"engine": "test"}, [(Sequence(prompt, completion), np.full(2, -first, np.float32))])
-        wait_until(lambda: writes._numbers == 0)
-    writes.close()
-    assert "could not store 1 scored sequence: the disk is full" in caplog.text
-    assert "RuntimeError: a bug" in caplog.text
-    keys = sequence_keys([np.array([first]) for first in (1, 2, 3)], [np.array([7, 8])] * 3)
-    one, two, three = store[REFERENCE].snapshot(None).token_logps(keys)
-    assert one is None
-    assert two is None
-    assert three.tolist() == [-3, -3]

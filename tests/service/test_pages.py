@@ -3,9 +3,8 @@
 import json
 import os
 import re
-import sqlite3
 import time
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
@@ -14,7 +13,7 @@ import pytest
 
 from reflogp.client import Client
 from reflogp.service.models import DatasetSpec
-from reflogp.service.pages.names import dataset_name
+from reflogp.service.routes.pages import dataset_name
 from reflogp.store import texts
 from tests.conftest import write_rows
 from tests.service.serving import float32, running, serving, settings_file
@@ -216,18 +215,6 @@ def test_the_list_shows_jobs_and_filters_them(chromium, service, done, script):
         page.locator("#filter-done").click()
         page.locator(f"#job-{done}").click()
         page.wait_for_url(f"**/jobs/{done}")
-
-
-@pytest.mark.slow
-def test_the_page_of_a_job_that_an_earlier_version_ran(service, done, tmp_path_factory):
-    ledger = tmp_path_factory.getbasetemp() / "pages0" / "state" / "jobs.sqlite"
-    with closing(sqlite3.connect(ledger)) as database, database:
-        [summary] = database.execute("select summary from job where id = ?", [done]).fetchone()
-        database.execute("update job set summary = json_remove(summary, '$.bad_row_reasons') where id = ?", [done])
-        database.commit()
-        answer = httpx.get(f"{service}/jobs/{done}")
-        database.execute("update job set summary = ? where id = ?", [summary, done])
-    assert answer.status_code == 200 and done in answer.text
 
 
 def test_older_jobs_are_on_further_pages(chromium, service, done, pair_rows, tmp_path):
@@ -459,14 +446,6 @@ def test_headers(service, guarded, done):
         assert not re.search(r"<style|<script(?! src=\"/static)|<[a-z]+[^>]*\s(style|on[a-z]+)=", answer.text), answer.request
 
 
-def test_files_come_from_the_package_only(service):
-    page = httpx.get(service).text
-    for file in re.findall(r'"(/static/[^"]+)"', page):
-        assert httpx.get(service + file).status_code == 200
-    for path in ("../routes/pages.py", "%2e%2e%2fpages.py", "jobs.html", "__init__.py", ""):
-        assert httpx.get(f"{service}/static/{path}").status_code in (404, 405), path
-
-
 # Numbers
 
 
@@ -480,23 +459,6 @@ def test_formats():
     assert [texts.byte_count(value) for value in (0, 1023, 1536, 5 << 30)] == ["0 B", "1,023 B", "1.5 KiB", "5.0 GiB"]
     signed = DatasetSpec(uri="https://user:secret@host/a/b.jsonl?signature=secret")
     assert dataset_name(signed) == "https://host/a/b.jsonl"
-
-
-@pytest.mark.slow
-def test_a_signed_in_browser_watches_and_downloads(chromium, guarded, pair_rows, tmp_path):
-    token = TOKENS["anna"][0]
-    with Client(guarded, token) as client, opened(chromium) as page:
-        job = client.submit(write_rows(tmp_path / "own.jsonl", many_rows(pair_rows, 200, "guarded")), "tiny").id
-        page.goto(f"{guarded}/jobs/{job}")
-        page.get_by_label("Token").fill(token)
-        page.get_by_label("Token").press("Enter")
-        page.wait_for_url(f"{guarded}/jobs/{job}")
-        page.locator("#live", has_text="The job is done").wait_for()
-        page.locator("#result").wait_for()
-        with page.expect_download() as download:
-            page.locator("#result").click()
-        assert Path(download.value.path()).read_bytes()[:4] == b"PAR1"
-        assert token not in page.content()
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import os
 import random
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 
@@ -24,7 +23,7 @@ from reflogp.service.runner.job_dataset import JobDataset, delete_abandoned
 from reflogp.service.runner.reader import Reading, count_rows, read_rows
 from tests.conftest import REPOSITORY, write_rows
 from tests.scoring.hostile_rows import obedient, pair
-from tests.service.serving import token_rows, wait_until
+from tests.service.serving import wait_until
 
 MIB = 1 << 20
 #: By how much this process may grow while another one reads a bomb.
@@ -348,34 +347,12 @@ def test_token_ids_are_kept_unless_a_row_reached_a_limit(model, tmp_path):
         assert dataset.count() == 2
 
 
-def test_a_file_that_a_live_process_writes_is_not_deleted(model, tmp_path):
-    file = write_rows(tmp_path / "rows.jsonl", token_rows(3000, seed=2))
-    kept = tmp_path / "tokens" / "kept.arrow"
-    windows = iter(JobDataset(reading(file, model, form="tokens"), kept, lambda: None, lambda: None, lambda: None))
-    next(windows)
-    [partial] = kept.parent.glob(".*.partial")
-    left = kept.parent / ".other.arrow.12345678.partial"
-    left.write_bytes(b"left by a killed process")
-    os.utime(left, (0, 0))
-    delete_abandoned(kept.parent)
-    assert list(kept.parent.glob(".*")) == [partial]
-    assert sum(len(window.table) for window in windows) == 3000 - 1024
-    assert kept.is_file() and not list(kept.parent.glob(".*"))
-
-
-def test_several_datasets_are_read_at_once(model, tmp_path):
-    files = [write_rows(tmp_path / f"{n}.jsonl", [pair(f"{n} {row}") for row in range(300)]) for n in range(4)]
-    found: dict[int, int] = {}
-
-    def work(number: int) -> None:
-        found[number] = len(read(reading(files[number], model))[0])
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert found == dict.fromkeys(range(4), 300)
+def test_abandoned_files_are_deleted_and_those_being_written_are_not(tmp_path):
+    for name, moment in (("left", 0), ("written", time.time())):
+        (tmp_path / f".{name}.arrow.12345678.partial").touch()
+        os.utime(tmp_path / f".{name}.arrow.12345678.partial", (moment, moment))
+    delete_abandoned(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == [".written.arrow.12345678.partial"]
 
 
 # Names that lead elsewhere

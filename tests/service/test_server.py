@@ -166,28 +166,6 @@ def test_a_store_that_went_away_is_not_ready(tmp_path, warm_python):
         assert httpx.get(f"{url}/healthz").status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("token", "status"),
-    [
-        (None, 401),
-        ("wrong", 401),
-        ("é", 401),
-        (TOKENS["scorer"], 200),
-        (TOKENS["reader"], 200),
-        (TOKENS["boss"], 200),
-    ],
-)
-@pytest.mark.parametrize("path", ["/v1/references", "/metrics"])
-def test_tokens_and_scopes(guarded, path, token, status):
-    headers = {} if token is None else {"authorization": f"Bearer {token}".encode()}
-    answer = httpx.get(guarded + path, headers=headers)
-    assert answer.status_code == status
-    if status != 200:
-        assert answer.headers["content-type"] == "application/problem+json"
-        assert answer.json()["next_step"]
-        assert "token-of" not in answer.text
-
-
 def test_json_that_would_be_too_long_is_refused_and_a_stream_is_not(guarded):
     keys = some_rows(0, 500)[0]
     asked = {"keys": [key.hex() for key in keys.to_pylist()], "values": True}

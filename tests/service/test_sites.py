@@ -1,6 +1,5 @@
 """A page of another site can do nothing, a signed-out browser neither; answers show no secret. Over HTTP, to real services."""
 
-import contextlib
 import itertools
 import json
 import re
@@ -354,25 +353,6 @@ def test_a_removed_token_signs_browsers_out(tmp_path, warm_python):
         "--config", settings_file(tmp_path, tmp_path / "store", {}, tokens), "--port", port, warm=warm_python
     ) as service:
         assert httpx.get(f"{service.url}/v1/jobs", cookies=copied).status_code == 401
-
-
-@pytest.mark.slow
-def test_two_services_of_one_host_keep_a_browser_signed_in_each(tmp_path, warm_python):
-    """Browsers send cookies to every port."""
-    tokens = {name: (token, SCOPES[name]) for name, token in TOKENS.items()}
-    folders = [tmp_path / name for name in "ab"]
-    with contextlib.ExitStack() as stack, httpx.Client() as browser:
-        urls = []
-        for folder in folders:
-            folder.mkdir()
-            file = settings_file(folder, folder / "store", {}, tokens)
-            urls.append(stack.enter_context(running("--config", file, warm=warm_python)).url)
-        for url in urls:
-            form = {"token": TOKENS["reader"]}
-            assert browser.post(f"{url}/signin", data=form, headers={"origin": url}).status_code == 303
-        assert [browser.get(f"{url}/v1/jobs").status_code for url in urls] == [200, 200]
-        browser.post(f"{urls[0]}/signout", headers={"origin": urls[0]})
-        assert [browser.get(f"{url}/v1/jobs").status_code for url in urls] == [401, 200]
 
 
 # Secrets

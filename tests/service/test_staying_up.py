@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from reflogp.client import Client, ServiceError
+from reflogp.client import Client
 from reflogp.service.ledger import Ledger
 from reflogp.service.ledger_file import StateLock
 from tests.conftest import write_rows
@@ -86,7 +86,7 @@ def service(place, reference_folder, bucket):
     """A service with little patience; its uploads and fetched datasets have ROOM bytes."""
     settings = {"token_budget": 128, "commit_seconds": 0.1, "ledger_seconds": 0.3}
     settings |= {"worker_silence_seconds": 12.0, "worker_late_seconds": 3.0}
-    settings |= {"dataset_uris": [f"{bucket}/"], "max_queued_tokens": 20_000, "max_uploads_bytes": ROOM}
+    settings |= {"dataset_uris": [f"{bucket}/"], "max_uploads_bytes": ROOM}
     with running("--config", settings_file(place, place / "store", {"ref": float32(reference_folder)}, **settings)) as found:
         answer = httpx.get(f"{found.url}/readyz")
         assert (answer.status_code, "worker 0 is starting" in answer.text) == (503, True)
@@ -174,35 +174,14 @@ def test_a_stopped_worker_is_noticed_and_replaced(service, client, place):
     wait_until(lambda: not ready(service.url), 11)
     assert time.monotonic() - began < 11
     assert "has not answered for" in httpx.get(f"{service.url}/readyz").json()["detail"]
+    asked = {"sequences": [{"prompt_ids": [1, 5], "completion_ids": [7]}]}
+    answer = httpx.post(f"{service.url}/v1/score", params={"reference": "ref"}, json=asked)
+    assert answer.status_code == 503 and "has not answered for" in answer.json()["detail"]
     assert client.cancel(doomed).state == "cancelled"
     wait_until(lambda: not worker.is_running())
     assert client.watch(job).state == "done"
     assert ready(service.url) and service.workers() != [worker]
     assert any("the worker did not answer for" in line for line in service.log)
-
-
-@pytest.mark.slow
-def test_requests_for_a_stopped_worker_do_not_fill_the_memory(service, client):
-    wait_until(lambda: ready(service.url))
-    [worker] = service.workers()
-    worker.suspend()
-    try:
-        memory = psutil.Process(service.process.pid).memory_info
-        answers = []
-        for number in range(120):
-            if number == 20:  # the first ones take memory that the process then keeps for the next
-                before = memory().rss
-            sequences = {"prompt_ids": [[number] * 100] * 80, "completion_ids": [[5] * 100] * 80}
-            try:
-                client.score("ref", sequences["prompt_ids"], sequences["completion_ids"], deadline=0.1)
-            except ServiceError as error:
-                answers.append(getattr(error, "status", None))
-        assert 503 in answers and 504 in answers
-        assert memory().rss - before < 10 << 20  # the lists of the 100 others alone would be 13 MB
-    finally:
-        worker.kill()
-    wait_until(lambda: ready(service.url))
-    assert len(client.score("ref", [[1, 2]], [[3, 4]]).token_logps) == 1
 
 
 def test_a_slow_uri_holds_up_nobody(service, client, bucket):

@@ -229,16 +229,6 @@ def test_a_file_that_a_job_is_about_to_name_is_kept(place):
     assert resolved.exists()
 
 
-def test_what_an_earlier_version_fetched_is_fetched_again(place):
-    """Such a version had a folder of fetched datasets beside that of the uploads."""
-    place.send("a.jsonl", b"kept")
-    earlier = place.folder.with_name("fetched")
-    earlier.mkdir()
-    (earlier / "0123.jsonl").write_text("{}")
-    place.open()
-    assert not earlier.exists() and place.uploads.resolve("a.jsonl")[0].read_bytes() == b"kept"
-
-
 def test_unknown_names(place):
     place.send("a.jsonl", b"x")
     for ask in (place.uploads.get, place.uploads.delete, place.uploads.resolve):

@@ -54,8 +54,6 @@ class DatasetFiles:
         folder.mkdir(parents=True, exist_ok=True)
         for incomplete in folder.glob(f"{_PARTIAL}*"):
             _delete(incomplete)
-        # Earlier versions kept fetched datasets in a folder of their own. Their jobs fetch them again.
-        shutil.rmtree(folder.with_name("fetched"), ignore_errors=True)
         self.used = sum(map(_size, folder.iterdir()))
 
     def touch(self, name: str) -> Path | None:

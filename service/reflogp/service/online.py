@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 #: A request fails after this many worker processes have died while computing it. The request probably caused the deaths.
 _DEATHS = 2
-#: Assumed size in bytes of one token id in a frame sent to a worker.
-_TOKEN_BYTES = 8
 _CHECK_MODEL = "ask an administrator to check the reference model's files and the service's log"
 #: Maximum number of seconds to look up the sequences of a request in the store, which takes at most half of the time until the
 #: request's deadline. After that, all of them are scored.
@@ -128,8 +126,7 @@ class OnlineScoring:
             ReferenceNotFoundError: the service has no model for the reference (404).
             UsageError: the reference's engine does not support the temperature.
             Problem: 429 with Retry-After: too many tokens are queued. 500: worker processes died while computing the request,
-                or the model can never be loaded. 503: no worker can respond, or the worker still has too many bytes of
-                earlier requests to read. 504: the deadline has passed.
+                or the model can never be loaded. 503: no worker can respond. 504: the deadline has passed.
         """
         deadline = time.monotonic() + deadline_seconds
         model = self._registry.model_of(reference)
@@ -217,7 +214,6 @@ class OnlineScoring:
         }
         answer: asyncio.Future[tuple[dict[str, Any], bytes]] = asyncio.get_running_loop().create_future()
         entry = _Pending(worker, message, stream_bytes(sequences), tokens, deadline, answer)
-        self._check_room(worker, len(entry.body))
         self._pending[key] = entry
         worker.send(message, entry.body)
         try:
@@ -249,7 +245,7 @@ class OnlineScoring:
         Raises Problem: 503 if no worker can respond, 429 if too many tokens are queued for each of them.
         """
         assert self._pool is not None
-        working = [worker for worker in self._pool.workers if not worker.broken]
+        working = [worker for worker in self._pool.workers if not worker.broken and not worker.late]
         if not working:
             raise _no_worker(self._pool.workers[0])
         load = int(_LOAD_SECONDS * self._tokens_per_second) or self._settings.max_queued_tokens // 8
@@ -262,7 +258,6 @@ class OnlineScoring:
             queued = self.queued_tokens(worker)
             return not queued or queued + tokens <= self._settings.max_queued_tokens
 
-        working = [worker for worker in working if not worker.late] or working
         free = [worker for worker in working if has_room(worker)]
         chosen = min(free or working, key=expected)
         if not free:
@@ -276,18 +271,6 @@ class OnlineScoring:
                 {"Retry-After": str(max(1, min(60, wait)))},
             )
         return chosen
-
-    def _check_room(self, worker: WorkerHandle, size: int) -> None:
-        """Raise Problem 503 if a worker has not read so many bytes that they take too much of this process's memory."""
-        unread = worker.outgoing_bytes
-        if unread and unread + size > self._settings.max_queued_tokens * _TOKEN_BYTES:
-            self._metrics.refused.labels("unread").inc()
-            raise Problem(
-                503,
-                f"worker {worker.number} has not yet read {unread:,} bytes of earlier requests",
-                "try again later; a worker that stops responding is restarted",
-                {"Retry-After": "10"},
-            )
 
     async def _stored(
         self, reference_id: str, sequences: pa.Table, top_k: int, deadline: float
@@ -341,7 +324,8 @@ class OnlineScoring:
 
 
 def _no_worker(worker: WorkerHandle) -> Problem:
-    said = worker.last_error or "see the service's log"
+    late = f"worker {worker.number} has not answered for {worker.silent_seconds:.0f} seconds" if worker.late else ""
+    said = late or worker.last_error or "see the service's log"
     return Problem(
         503, f"no worker can answer: {said}", "try again, or ask an administrator to check the service", {"Retry-After": "10"}
     )

@@ -12,19 +12,21 @@ stopped or hangs.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import psutil
 from anyio import to_thread
 
-from reflogp.scoring.frames import encode
-from reflogp.scoring.machine import return_freed_memory
-from reflogp.service.processes import WorkerProcess, memory_of, start_worker
+from reflogp.scoring.frames import Frame, encode, receive_frame
+from reflogp.scoring.machine import exit_reason, growing_segments, return_freed_memory
 from reflogp.service.supervision import supervise
 from reflogp.service.worker.protocol import WorkerConfiguration
 
@@ -40,13 +42,15 @@ _LOOK_SECONDS = 2.0
 #: A worker that leaves a ping unanswered counts as late after _LATE_SECONDS, and is killed after _SILENCE_SECONDS; before its
 #: first answer, when it imports its libraries, after _START_SECONDS.
 _LATE_SECONDS, _SILENCE_SECONDS, _START_SECONDS = 15.0, 60.0, 600.0
-#: A warning is logged when a forward pass has taken this many seconds, and again after each further period of this length. The
-#: pass is not stopped: a long pass cannot be told from one that hangs.
-_LONG_PASS_SECONDS = 600.0
 #: When the pool closes, workers that have not exited after this many seconds are killed.
 _END_SECONDS = 25.0
 #: Interval, in seconds, at which this process returns freed memory to the operating system.
 _TRIM_SECONDS = 60.0
+
+#: Command that starts a worker, and the size in bytes of the buffer for the worker's output. A frame may be longer than the
+#: buffer.
+COMMAND = (sys.executable, "-m", "reflogp.service.worker")
+_BUFFER = 1 << 20
 
 
 class WorkerHandle:
@@ -92,11 +96,6 @@ class WorkerHandle:
     def answering(self) -> bool:
         """True if the worker accepts work and answers pings in time."""
         return self.ready and not self.late
-
-    @property
-    def outgoing_bytes(self) -> int:
-        """Number of bytes that the worker has not read yet: those sent to its process, plus those kept for its next process."""
-        return sum(map(len, self._backlog)) + (self.process.outgoing() if self.process is not None else 0)
 
     def send(self, message: dict[str, Any], body: bytes = b"") -> None:
         """Send a frame to the worker. If the current process does not accept the frame, keep the frame for the next process."""
@@ -189,11 +188,7 @@ class Pool:
 
     async def _supervise(self, worker: WorkerHandle) -> None:
         while not self._closing:
-            try:
-                reason = await self._live(worker)
-            except Exception as error:  # a bug here must not leave the service without a worker
-                logger.exception("supervision of worker %d failed", worker.number)
-                reason = f"{type(error).__name__}: {error}"
+            reason = await self._live(worker)
             was_ready, worker.ready, worker.loaded, worker.process = worker.ready, False, [], None
             if self._closing:
                 return
@@ -201,21 +196,21 @@ class Pool:
             worker.failed_starts = 0 if was_ready else worker.failed_starts + 1
             worker.last_error = reason
             logger.warning("worker %d ended: %s", worker.number, reason)
-            try:
-                await self._on_death(worker, reason)
-            except Exception:  # the job is later found to be running without a worker, and is queued again
-                logger.exception("could not requeue the work of worker %d after its process ended", worker.number)
+            await self._on_death(worker, reason)
             if worker.failed_starts:
                 await asyncio.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**worker.failed_starts))
 
     async def _live(self, worker: WorkerHandle) -> str:
         """Start a process for a worker and handle the process's frames. After it has exited, return the reason for the exit."""
-        process = await worker.start()
+        try:
+            process = await worker.start()
+        except OSError as error:  # the machine has no memory or no processes left
+            return f"it could not be started: {error}"
         logger.info("worker %d started, %s", worker.number, process.name)
         try:
             while (frame := await process.receive()) is not None:
                 await self._take(worker, *frame)
-        except Exception:  # a bug here must not leave the service without a worker
+        except Exception:  # a bug in the service; its state may not fit the worker's any more
             logger.exception("could not handle a message from worker %d", worker.number)
             worker.kill("the service could not handle a message from the worker (see the log)")
         reason = await process.wait()
@@ -253,13 +248,8 @@ class Pool:
             return
         worker.ask(passed, _LATE_SECONDS)
         allowed = _SILENCE_SECONDS if worker.answered else _START_SECONDS
-        doing, seconds = worker.doing or ("", 0.0)
         if worker.silent_seconds > allowed:
             worker.kill(f"the worker did not answer for {worker.silent_seconds:.0f} seconds")
-        elif doing == "pass" and seconds > _LONG_PASS_SECONDS and seconds % _LONG_PASS_SECONDS < 2 * _LOOK_SECONDS:
-            logger.warning(
-                "worker %d has been computing one forward pass for %.0f seconds and may be hanging", worker.number, seconds
-            )
         worker.memory_bytes = worker.process.memory()
         if self._max_worker_bytes is not None and worker.memory_bytes > self._max_worker_bytes:
             worker.kill(f"the worker used {worker.memory_bytes:,} bytes of memory, more than max_worker_bytes allows")
@@ -268,3 +258,61 @@ class Pool:
 def own_memory() -> int:
     """Return the resident memory of this process in bytes."""
     return memory_of(os.getpid(), with_children=False)
+
+
+class WorkerProcess:
+    """A running worker process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        self.name = f"pid {process.pid}"
+        self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
+
+    def send(self, data: bytes) -> bool:
+        """Send encoded frames to the process. Return False if the process no longer accepts data."""
+        if self._stdin.is_closing():
+            return False
+        self._stdin.write(data)
+        return True
+
+    async def receive(self) -> Frame | None:
+        """Return the next frame, or None if the process has exited."""
+        return await receive_frame(self._stdout)
+
+    async def wait(self) -> str:
+        """Wait until the process exits, and return a message that says why it exited."""
+        return exit_reason(await self._process.wait(), "the service's log")
+
+    def memory(self) -> int:
+        """Return the resident memory of the process and its children (vLLM, the reader of a job) in bytes."""
+        return memory_of(self._process.pid)
+
+    def kill(self) -> None:
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+
+async def start_worker() -> WorkerProcess:
+    """Start a worker's process with pipes for stdin and stdout."""
+    pipe = asyncio.subprocess.PIPE
+    environment = {**os.environ, **growing_segments(os.environ)}
+    process = await asyncio.create_subprocess_exec(*COMMAND, stdin=pipe, stdout=pipe, limit=_BUFFER, env=environment)
+    return WorkerProcess(process)
+
+
+def memory_of(pid: int, with_children: bool = True) -> int:
+    """Return the resident memory of a process in bytes, or 0 if the process does not exist or cannot be inspected.
+
+    Pages that processes share are counted once for each.
+    """
+    try:
+        process = psutil.Process(pid)
+        of_it = [process, *process.children(recursive=True)] if with_children else [process]
+    except psutil.Error:
+        return 0
+    total = 0
+    for each in of_it:
+        with contextlib.suppress(psutil.Error):
+            total += int(each.memory_info().rss)
+    return total

@@ -10,7 +10,6 @@ exit.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import resource
 import socket
@@ -26,8 +25,10 @@ from reflogp.service.context import Context
 from reflogp.service.errors import LedgerDamagedError
 from reflogp.service.log_lines import FIELDS, LogLine
 from reflogp.service.request_ids import add_request_id
-from reflogp.service.settings import ServerSettings
+from reflogp.service.settings import ServerSettings, unknown_variables
 from reflogp.store.texts import hide_secrets
+
+logger = logging.getLogger(__name__)
 
 
 class _ForPrograms(JsonFormatter):
@@ -55,8 +56,6 @@ def install_logging(form: Literal["text", "json"]) -> None:
 #: How many seconds open requests are given to finish when the service stops.
 _GRACE_SECONDS = 20
 _OPEN_FILES = 65_536
-#: Number of the mallopt parameter (malloc.h) for the size of blocks that are returned when they are freed, and this size.
-_M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 512 << 10
 
 
 #: A peer that has vanished is noticed after about two minutes, so that it does not hold a turn or space for an upload.
@@ -99,16 +98,6 @@ def _allow_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _give_memory_back() -> None:
-    """Make glibc return blocks of at least _MMAP_BYTES to the operating system as soon as they are freed.
-
-    By itself, glibc raises this size up to 32 MiB whenever a larger block is freed. Other C libraries have no such setting.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
-
-
 def run(settings: ServerSettings) -> None:
     """Run the service, and return when it has stopped.
 
@@ -116,8 +105,9 @@ def run(settings: ServerSettings) -> None:
     """
     app = create_app(settings)
     install_logging(settings.log_format)
+    if unknown := unknown_variables():
+        logger.warning("ignored these environment variables, which name no setting: %s", ", ".join(unknown))
     _allow_connections()
-    _give_memory_back()
     config = uvicorn.Config(
         app,
         host=settings.host,

@@ -40,6 +40,9 @@ Scope = Literal["read", "score", "admin"]
 SCOPES: tuple[str, ...] = get_args(Scope)
 
 
+#: Environment variables of other parts of reflogp.
+_OTHER_VARIABLES = {"REFLOGP_CACHE_DIR", "REFLOGP_TOKEN", "REFLOGP_URL", "REFLOGP_VLLM_LOG", "REFLOGP_VLLM_PYTHON"}
+
 _OF_REMOTE = ("url", "served_model", "concurrency", "check_claim")
 
 
@@ -255,6 +258,12 @@ class ServerSettings(BaseSettings):
         file = cls.model_config.get("toml_file")
         toml = (TomlConfigSettingsSource(settings_cls, file),) if file else ()
         return (named["init_settings"], named["env_settings"], *toml)
+
+
+def unknown_variables() -> list[str]:
+    """Return the names of environment variables that look like settings, but are none (any more), and are ignored."""
+    known = {f"REFLOGP_{name.upper()}" for name in ServerSettings.model_fields} | _OTHER_VARIABLES
+    return sorted(name for name in os.environ if name.startswith("REFLOGP_") and name not in known)
 
 
 def _said(error: ErrorDetails) -> str:

@@ -37,15 +37,19 @@ class Uploads:
 
         Raises Problem: 413 if the file is too large, 422 if it is empty, 507 if there is not enough space.
         """
-        file, digest, size = await self._receive(str(dataset_suffix(name)), chunks, declared_length)
+        file, digest, size = await self.receive_nameless(str(dataset_suffix(name)), chunks, declared_length)
         return await to_thread.run_sync(self._put, name, file.name, size, digest)
 
-    async def receive_nameless(
-        self, suffix: str, chunks: AsyncIterator[bytes], declared_length: int | None
-    ) -> tuple[Path, str]:
-        """Receive a file for a single job, and return its path and SHA-256 digest. Raises as `receive`."""
-        file, digest, _ = await self._receive(suffix, chunks, declared_length)
-        return file, digest
+    async def receive_nameless(self, suffix: str, chunks: AsyncIterator[bytes], length: int | None) -> tuple[Path, str, int]:
+        """Receive a file for a single job, and return its path, SHA-256 digest and size. Raises as `receive`."""
+        with Incoming(self._files) as incoming:
+            await to_thread.run_sync(incoming.begin, f"data{suffix}", length)
+            async for block in _blocks(chunks):
+                await to_thread.run_sync(incoming.write, block)
+            if not incoming.size:
+                raise Problem(422, "the file is empty", "send a file that contains rows")
+            file, digest = await to_thread.run_sync(incoming.keep)
+        return file, digest, incoming.size
 
     def list(self) -> list[Upload]:
         return [Upload.model_validate(row, extra="ignore") for row in self._ledger.uploads()]
@@ -68,16 +72,6 @@ class Uploads:
         if row is None or file is None:
             raise _unknown(name)
         return file, row["sha256"]
-
-    async def _receive(self, suffix: str, chunks: AsyncIterator[bytes], declared_length: int | None) -> tuple[Path, str, int]:
-        with Incoming(self._files) as incoming:
-            await to_thread.run_sync(incoming.begin, f"data{suffix}", declared_length)
-            async for block in _blocks(chunks):
-                await to_thread.run_sync(incoming.write, block)
-            if not incoming.size:
-                raise Problem(422, "the file is empty", "send a file that contains rows")
-            file, digest = await to_thread.run_sync(incoming.keep)
-        return file, digest, incoming.size
 
     def _put(self, name: str, content_name: str, size: int, sha256: str) -> tuple[Upload, bool]:
         created = self._ledger.upload(name) is None

@@ -372,8 +372,8 @@ class Scheduler:
         except WorkerGoneError as error:
             self._gone(member, str(error), error.blamed)
         except Exception as error:
-            is_first = not member.is_ready and not self._work.workers
-            if is_first or not isinstance(error, EngineError):
+            is_only = not member.is_ready and not self._work.workers and self._members == [member]
+            if is_only or not isinstance(error, EngineError):
                 raise _named(member.name or "a new worker", error) from error
             self._losses += member.is_ready  # the device may be unusable now
             self._gone(member, str(error), True)

@@ -86,10 +86,10 @@ def jobs_router(context: Context) -> APIRouter:
                 raise Problem(404, "the query string does not name a reference", "add ?reference=NAME")
             context.registry.model_of(query.reference)
             chunks, length = stream_chunks(request), content_length(request)
-            received = await context.uploads.receive_nameless(DATASET_TYPES[kind], chunks, length)
+            file, digest, _ = await context.uploads.receive_nameless(DATASET_TYPES[kind], chunks, length)
             name = f"job-{secrets.token_hex(8)}{DATASET_TYPES[kind]}"  # for display only; there is no upload with this name
             asked = JobRequest(dataset=DatasetSpec(upload=name), **query.model_dump())
-            job, new = await precompute.submit(asked, who, idempotency_key, received)
+            job, new = await precompute.submit(asked, who, idempotency_key, (file, digest))
         else:
             async with context.large.turn_of(request):
                 asked = await read_json(request, JobRequest, settings.max_body_bytes)

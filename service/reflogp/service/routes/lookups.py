@@ -13,7 +13,6 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
-from reflogp.service.answers import answer_messages, answer_table
 from reflogp.service.auth import requires
 from reflogp.service.bodies import (
     JSON,
@@ -30,8 +29,9 @@ from reflogp.service.large_requests import LARGE_BYTES, PATIENCE_SECONDS, LargeR
 from reflogp.service.problems import Problem, documented
 from reflogp.service.threads import Threads
 from reflogp.store import Snapshot
+from reflogp.store.index import MISS
 from reflogp.store.keys import KEY_TYPE
-from reflogp.store.schema import ARROW_STREAM
+from reflogp.store.schema import ARROW_STREAM, stream_messages
 from reflogp.store.snapshot import Found
 from reflogp.store.texts import hide_secrets
 
@@ -41,6 +41,12 @@ _MAX_KEYS = 2_000_000
 _MAX_JSON_VALUES = 250_000
 #: Size in bytes of the pieces in which a batch is sent.
 _PIECE_BYTES = 256 << 10
+#: Arrow schema of a response, with nulls for a miss. The column `token_logps` is included only if it was requested.
+_ANSWER = pa.schema([("scored_len", pa.int32()), ("logp_sum", pa.float64()), ("token_logps", pa.list_(pa.float32()))])
+#: Maximum number of keys in one batch of a response, and maximum number of bytes of token values; only a batch with a single
+#: key can exceed it. For each batch, the row groups that contain its keys are read. Larger batches reduce the amount read in
+#: total, but need more memory.
+_BATCH_KEYS, _BATCH_BYTES = 131_072, 4 << 20
 
 
 class ReferenceInfo(BaseModel):
@@ -165,7 +171,7 @@ def lookups_router(context: Context) -> APIRouter:
                 del body
             found = await registry.threads.run(find, found_in, keys)
             is_large = values and 4 * _value_count(found) > LARGE_BYTES
-            answer = answer_messages(found_in, found, values)
+            answer = _answer_messages(found_in, found, values)
             return await _streamed(answer, registry.threads, context.large if is_large else None)
         async with context.large.turn_of(request):
             asked = await read_json(request, LookupRequest, settings.max_body_bytes)
@@ -186,7 +192,7 @@ def _value_count(found: Found) -> int:
 
 
 def _json(snapshot: Snapshot, found: Found, values: bool) -> Response:
-    columns = answer_table(snapshot, found, values).to_pydict()
+    columns = _answer_table(snapshot, found, values).to_pydict()
     return json_response(LookupAnswer(reference_id=snapshot.reference_id, snapshot=snapshot.number, **columns))
 
 
@@ -213,3 +219,41 @@ async def _streamed(messages: Iterator[pa.Buffer], threads: Threads, large: Larg
             ready = ready or await after(1, None)
 
     return StreamingResponse(pieces(), media_type=ARROW_STREAM)
+
+
+def _answer_schema(snapshot: Snapshot, values: bool) -> pa.Schema:
+    """Return the Arrow schema of a response. Its metadata contains the reference id and the snapshot's number."""
+    about = {"reference_id": snapshot.reference_id, "snapshot": str(snapshot.number)}
+    return pa.schema(list(_ANSWER)[: 3 if values else 2]).with_metadata(about)
+
+
+def _answer_table(snapshot: Snapshot, found: Found, values: bool) -> pa.Table:
+    """Return the response to a lookup, as a table with the schema from `_answer_schema`."""
+    missing = found.lengths == MISS
+    columns = [
+        pa.array(found.lengths, pa.int32(), mask=missing),
+        pa.array(found.prefix_sums(np.maximum(found.lengths, 0).astype(np.int64)), pa.float64(), mask=missing),
+    ]
+    if values:
+        columns.append(found.token_lists())
+    return pa.table(columns, schema=_answer_schema(snapshot, values))
+
+
+def _answer_messages(snapshot: Snapshot, found: Found, values: bool) -> Iterator[pa.Buffer]:
+    """Yield a response as the messages of an Arrow IPC stream. Each message is built only when it is needed."""
+    tables = (_answer_table(snapshot, found.slice(start, stop), values) for start, stop in _batches(found, values))
+    return stream_messages(_answer_schema(snapshot, values), tables)
+
+
+def _batches(found: Found, values: bool) -> Iterator[tuple[int, int]]:
+    """Yield the (start, stop) of the keys of each batch."""
+    count = len(found.lengths)
+    before = np.zeros(count + 1, np.int64)
+    if values:
+        np.cumsum(4 * np.maximum(found.lengths, 0).astype(np.int64), out=before[1:])
+    start = 0
+    while start < count:
+        stop = int(np.searchsorted(before, before[start] + _BATCH_BYTES, "right")) - 1
+        stop = min(max(stop, start + 1), start + _BATCH_KEYS, count)
+        yield start, stop
+        start = stop

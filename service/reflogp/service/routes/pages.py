@@ -20,8 +20,7 @@ from reflogp.scoring.reports.chart_frame import STYLE
 from reflogp.service.auth import SIGNED_IN_SECONDS, cookie_name, entry_of, require_scope, signed_in
 from reflogp.service.bodies import read_body, require_type
 from reflogp.service.context import Context
-from reflogp.service.models import JOB_STATES, UNFINISHED
-from reflogp.service.pages.names import dataset_name, job_name
+from reflogp.service.models import JOB_STATES, UNFINISHED, DatasetSpec, Job
 from reflogp.service.problems import Problem, problem_of
 from reflogp.service.settings import Scope
 from reflogp.service.sites import is_of_own_page
@@ -248,3 +247,20 @@ def _came_by_https(request: Request) -> bool:
 
 def _suffix(name: str) -> str:
     return name.rpartition(".")[2]
+
+
+def dataset_name(dataset: DatasetSpec | None) -> str:
+    """Return the location of a dataset (its URI, upload name or path), or an empty string if `dataset` is None.
+
+    The user name, password, query and fragment of a URI are removed, because they may contain secrets.
+    """
+    if dataset is None:
+        return ""
+    if dataset.uri is not None:
+        return hide_secrets(dataset.uri).removesuffix("?…")
+    return dataset.upload or dataset.path or ""
+
+
+def job_name(job: Job) -> str:
+    """Return the name that pages show for a job: its title, else the last part of its dataset's location, else its id."""
+    return job.settings.title.strip() or dataset_name(job.dataset).rstrip("/").rpartition("/")[2] or job.id

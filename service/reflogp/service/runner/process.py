@@ -17,7 +17,7 @@ from anyio import to_thread
 
 from reflogp.scoring.frames import Frame, encode, receive_frame
 from reflogp.scoring.machine import exit_reason
-from reflogp.service.processes import memory_of
+from reflogp.service.pool import memory_of
 from reflogp.service.runner.limited import PRELOADED
 from reflogp.service.runner.order import JobContext, JobOrder
 

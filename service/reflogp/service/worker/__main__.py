@@ -111,10 +111,6 @@ class Worker:
             self._ending = True
             threading.Thread(target=self._close, name="end", daemon=True).start()
 
-    def keep_what_is_computed(self) -> None:
-        """After a forward pass has failed, commit the values of jobs that were computed before the failure."""
-        self._units.wait_until_committed(_LAST_SECONDS)
-
     def _close(self) -> None:
         committing = threading.Thread(target=self._units.end, daemon=True)
         committing.start()
@@ -272,7 +268,6 @@ def main() -> None:
     except Exception as error:  # the service reports the error and restarts the worker
         known = isinstance(error, ReflogpError)
         text = shortened_without_secrets(str(error) if known else f"{type(error).__name__}: {error}")
-        worker.keep_what_is_computed()
         worker.send({"op": "dying", "error": text})
         logger.error("%s", text if known else text + "\n" + "".join(traceback.format_tb(error.__traceback__)))
         tracing.flush()

@@ -343,7 +343,7 @@ class EngineLoop:
         """Alternate between online requests and the job until `close` is called.
 
         If a forward pass fails, the device may be unusable. This method then raises EngineError, and `flow` raises
-        DeviceLostError, so that the job can commit the values computed so far.
+        DeviceLostError.
         """
         try:
             self._take_turns()

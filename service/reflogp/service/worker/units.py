@@ -96,12 +96,6 @@ class UnitServer:
     def start(self) -> None:
         threading.Thread(target=self._accept, name="runners", daemon=True).start()
 
-    def wait_until_committed(self, seconds: float) -> None:
-        """After a forward pass has failed, wait until the values that were computed before are committed."""
-        stop = time.monotonic() + seconds
-        while time.monotonic() < stop and any(runner.is_scoring() for runner in list(self._connected)):
-            time.sleep(_LOOK_SECONDS)
-
     def end(self) -> None:
         """Commit the values that are already computed, and score no further units."""
         self.is_ending = True
@@ -156,9 +150,6 @@ class _Runner:
 
     def progress(self) -> int:
         return 0 if self._units is None else self._units.scored
-
-    def is_scoring(self) -> bool:
-        return self._units is not None and self._units.error is None
 
     def stop(self) -> None:
         """Start no further pass, and commit the values that are already computed."""
