@@ -137,7 +137,7 @@ def job(world: World, online: bool) -> dict[str, Any]:
     """Run a job as a service does, but in this process alone; with `online`, send online requests meanwhile."""
     store = world.store()
     state = Path(tempfile.mkdtemp(dir=world.folder))
-    context = JobContext(store.uri, state / "tokens", 1 << 30, 10.0)
+    context = JobContext(store.uri, state / "tokens", 1 << 30, 10.0, 64 << 30)
     answers: dict[str, tuple[threading.Event, list[Answer]]] = {}
 
     def answered(answer: Answer) -> None:

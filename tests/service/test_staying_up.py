@@ -2,10 +2,7 @@
 
 import json
 import os
-import re
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import psutil
@@ -14,66 +11,31 @@ import pytest
 from reflogp.client import Client
 from reflogp.service.ledger import Ledger
 from reflogp.service.ledger_file import StateLock
+from reflogp.store.storage import open_filesystem
 from tests.conftest import write_rows
 from tests.service.serving import float32, running, settings_file, token_rows, wait_for, wait_until
 from tests.service.test_ledger import damage, locked
-from tests.store.s3 import environment_of
+from tests.store.s3 import Relay, environment_of, s3_server
 
 BYTES = {"content-type": "application/octet-stream"}
 #: Bytes of uploads and fetched datasets together.
 ROOM = 1_000_000
 
 
-class Bucket(BaseHTTPRequestHandler):
-    """Objects of a bucket as S3 serves them: SIZE.jsonl at once, slow-….jsonl as long as `gate` is closed."""
-
-    gate = threading.Event()
-
-    def log_message(self, *_):
-        pass
-
-    def body(self) -> bytes:
-        name = self.path.rpartition("/")[2]
-        return "".join(json.dumps(row) + "\n" for row in token_rows(3, seed=len(name))).encode() * (400 if "big" in name else 1)
-
-    def do_HEAD(self):
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(self.body())))
-        self.end_headers()
-
-    def do_GET(self):
-        if "list-type" in self.path:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b"<ListBucketResult><Name>team</Name><IsTruncated>false</IsTruncated></ListBucketResult>")
-            return
-        body = self.body()
-        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        first, last = map(int, asked.groups()) if asked else (0, len(body) - 1)
-        part = body[first : last + 1]
-        self.send_response(206 if asked else 200)
-        self.send_header("Content-Length", str(len(part)))
-        if asked:
-            self.send_header("Content-Range", f"bytes {first}-{first + len(part) - 1}/{len(body)}")
-        self.end_headers()
-        if "slow" in self.path:
-            self.wfile.write(part[:100])
-            self.wfile.flush()
-            Bucket.gate.wait(60)
-            part = part[100:]
-        self.wfile.write(part)
-
-
 @pytest.fixture(scope="module")
-def bucket():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Bucket)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    reach = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}", "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1"}
-    with environment_of({**reach, "AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "not-a-secret"}):
-        yield "s3://team"
-    Bucket.gate.set()
-    server.shutdown()
+def relay():
+    """Passes on what a bucket is asked, or nothing."""
+    with s3_server("team") as reach, Relay(int(reach["AWS_ENDPOINT_URL"].rpartition(":")[2])) as found:
+        with environment_of(reach):
+            filesystem = open_filesystem("s3://team")
+            for number, (name, times) in enumerate(
+                {"small": 1, "again": 1, "slow": 1, "other": 1, "big-1": 400, "big-2": 400}.items()
+            ):
+                rows = "".join(json.dumps(row) + "\n" for row in token_rows(3, seed=number)) * times
+                with filesystem.open_output_stream(f"{name}.jsonl", compression=None, buffer_size=1 << 22) as sink:
+                    sink.write(rows.encode())
+        with environment_of({**reach, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{found.port}"}):
+            yield found
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +44,11 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def service(place, reference_folder, bucket):
+def service(place, reference_folder, relay):
     """A service with little patience; its uploads and fetched datasets have ROOM bytes."""
     settings = {"token_budget": 128, "commit_seconds": 0.1, "ledger_seconds": 0.3}
     settings |= {"worker_silence_seconds": 12.0, "worker_late_seconds": 3.0}
-    settings |= {"dataset_uris": [f"{bucket}/"], "max_uploads_bytes": ROOM}
+    settings |= {"dataset_uris": ["s3://team/"], "max_uploads_bytes": ROOM}
     with running("--config", settings_file(place, place / "store", {"ref": float32(reference_folder)}, **settings)) as found:
         answer = httpx.get(f"{found.url}/readyz")
         assert (answer.status_code, "worker 0 is starting" in answer.text) == (503, True)
@@ -184,41 +146,40 @@ def test_a_stopped_worker_is_noticed_and_replaced(service, client, place):
     assert any("the worker did not answer for" in line for line in service.log)
 
 
-def test_a_slow_uri_holds_up_nobody(service, client, bucket):
-    Bucket.gate.clear()
-    slow = [by_uri(service.url, f"{bucket}/slow-{n}.jsonl", priority=50) for n in range(2)]
-    wait_for(client, slow[0], lambda job: job.note is not None and "being fetched" in job.note)
+def test_a_slow_uri_holds_up_nobody(service, client, relay):
+    relay.say("silence")
+    slow, other = (by_uri(service.url, f"s3://team/{name}.jsonl", priority=50) for name in ("slow", "other"))
+    wait_for(client, slow, lambda job: job.note is not None and "being fetched" in job.note)
     assert client.watch(post(service.url, token_rows(2, seed=7)).json()["id"]).state == "done"
-    assert client.watch(by_uri(service.url, f"{bucket}/quick.jsonl")).state == "done"
     began = time.monotonic()
-    client.cancel(slow[1])
-    assert client.watch(slow[1]).state == "cancelled" and time.monotonic() - began < 2
-    assert client.job(slow[0]).state == "queued"
-    Bucket.gate.set()
-    ended = client.watch(slow[0])
+    client.cancel(other)
+    assert client.watch(other).state == "cancelled" and time.monotonic() - began < 2
+    assert client.job(slow).state == "queued"
+    relay.say("mend")
+    ended = client.watch(slow)
     assert (ended.state, ended.attempts, ended.note) == ("done", 1, None)
 
 
-def test_fetched_datasets_and_uploads_share_their_room(service, client, bucket, place):
+def test_fetched_datasets_and_uploads_share_their_room(service, client, place):
     folder = place / "state" / "uploads"
-    big = client.watch(by_uri(service.url, f"{bucket}/big-1.jsonl"))
+    big = client.watch(by_uri(service.url, "s3://team/big-1.jsonl"))
     assert big.state == "done", big.error
     [large] = [file for file in folder.iterdir() if file.stat().st_size > 200_000]
     size = ROOM - sum(file.stat().st_size for file in folder.iterdir() if file != large) - 50_000
     os.utime(large, (0, 0))  # it arrived long ago
     httpx.put(f"{service.url}/v1/uploads/filler.jsonl", content=b"x" * size, headers=BYTES).raise_for_status()
     assert not large.exists()  # nobody needed it, and it made room
-    failed = client.watch(by_uri(service.url, f"{bucket}/big-22.jsonl"))
+    failed = client.watch(by_uri(service.url, "s3://team/big-2.jsonl"))
     assert failed.state == "failed" and "max_uploads_bytes" in failed.error, failed
     assert sum(file.stat().st_size for file in folder.iterdir()) < ROOM
     assert not list(folder.glob(".partial*"))
-    assert client.watch(by_uri(service.url, f"{bucket}/small.jsonl")).state == "done"
+    assert client.watch(by_uri(service.url, "s3://team/small.jsonl")).state == "done"
 
 
 @pytest.mark.slow
-def test_a_fetched_file_that_was_deleted_is_fetched_again(service, client, bucket, place):
+def test_a_fetched_file_that_was_deleted_is_fetched_again(service, client, place):
     service.workers()[0].suspend()
-    long = by_uri(service.url, f"{bucket}/again.jsonl", priority=-50)
+    long = by_uri(service.url, "s3://team/again.jsonl", priority=-50)
     folder = place / "state" / "uploads"
     wait_until(lambda: any(not file.name.startswith(".") for file in folder.iterdir()))
     for file in folder.iterdir():

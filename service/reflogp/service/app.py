@@ -84,9 +84,10 @@ def create_app(settings: ServerSettings) -> FastAPI:
     ledger = Ledger(folder / "jobs.sqlite", _LEDGER_SECONDS)
     files = DatasetFiles(folder / "uploads", ledger, settings)
     uploads = Uploads(files, ledger)
-    shared = JobContext(registry.store.uri, folder / "tokens", settings.max_uploads_bytes // 3, _ROW_SECONDS)
+    most = settings.max_worker_bytes or total_memory() * 9 // 10
+    shared = JobContext(registry.store.uri, folder / "tokens", settings.max_uploads_bytes // 3, _ROW_SECONDS, most)
     scheduler = JobScheduler(settings, ledger, registry, files, metrics, shared, folder / "results")
-    precompute = Precompute(settings, ledger, registry, uploads, files, scheduler)
+    precompute = Precompute(settings, ledger, registry, uploads, files, scheduler, shared)
     online = OnlineScoring(settings, registry, metrics)
     large = LargeRequests()
     context = Context(settings, registry, ledger, precompute, scheduler, online, uploads, metrics, large)
@@ -102,7 +103,6 @@ def create_app(settings: ServerSettings) -> FastAPI:
 
     sockets = tempfile.TemporaryDirectory(prefix="reflogp-")  # a short path, which no other user can enter
     configurations = _configurations(settings, registry, Path(sockets.name), _devices(settings, registry))
-    most = settings.max_worker_bytes or total_memory() * 9 // 10
     pool = Pool(configurations, on_frame, on_death, most)
 
     @asynccontextmanager

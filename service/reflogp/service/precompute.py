@@ -19,12 +19,14 @@ from anyio import to_thread
 from reflogp.service.dataset_files import DatasetFiles
 from reflogp.service.errors import LedgerError
 from reflogp.service.fetch import check_uri
-from reflogp.service.ledger import Ledger, Submission
+from reflogp.service.ledger import Claim, Ledger, Submission
 from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobRequest, JobSettings
 from reflogp.service.problems import Problem
 from reflogp.service.registry import ReferenceRegistry
 from reflogp.service.request_ids import request_id, traceparent
 from reflogp.service.roots import resolve_path
+from reflogp.service.runner.order import JobContext, JobOrder
+from reflogp.service.runner.process import start_report
 from reflogp.service.scheduling import JobScheduler
 from reflogp.service.settings import ServerSettings
 from reflogp.service.threads import Threads
@@ -37,6 +39,8 @@ logger = logging.getLogger(__name__)
 _HOUSEKEEPING_SECONDS = 3600.0
 #: Maximum number of rows of a dataset that gets a report, because a report keeps some hundred bytes of each row in memory.
 _MOST_REPORTED = 300_000
+#: Maximum number of seconds to write a report.
+_REPORT_SECONDS = 600.0
 #: Number of dataset files that are hashed at the same time.
 _FILE_THREADS = 4
 
@@ -57,6 +61,7 @@ class Precompute:
         uploads: Uploads,
         files: DatasetFiles,
         scheduler: JobScheduler,
+        context: JobContext,
     ) -> None:
         self._settings = settings
         self._ledger = ledger
@@ -64,6 +69,8 @@ class Precompute:
         self._uploads = uploads
         self._datasets = files
         self._scheduler = scheduler
+        self._context = context
+        self._reporting = asyncio.Lock()
         self._files = Threads("the dataset's file system", _FILE_THREADS)
         self._models = Threads("the model's file system", _FILE_THREADS, 60.0)
         self._admissions: dict[str, asyncio.Task[dict[str, str]]] = {}  # dataset (JSON) -> its check, which has not ended yet
@@ -193,7 +200,7 @@ class Precompute:
         claim = await to_thread.run_sync(self._ledger.claim_of, job.id)
         if claim is None:
             raise _unknown(job.id)
-        reason, is_lasting = await self._scheduler.write_report(claim)
+        reason, is_lasting = await self._write_report(claim)
         if reason:
             if is_lasting:
                 raise Problem(404, f"the job has no report: {reason}", step)
@@ -202,6 +209,29 @@ class Precompute:
             file.unlink(missing_ok=True)
             raise _unknown(job.id)
         return file
+
+    async def _write_report(self, claim: Claim) -> tuple[str, bool]:
+        """Write a job's report. Return the reason why there is none, or "", and whether it is the same at the next call."""
+        order = await self._scheduler.order(claim)
+        async with self._reporting:
+            if await to_thread.run_sync(Path(order.report).is_file):  # written for another caller meanwhile
+                return "", False
+            reason, is_lasting = await self._reported(order)
+            return reason.replace(order.file, claim.source["name"]), is_lasting
+
+    async def _reported(self, order: JobOrder) -> tuple[str, bool]:
+        try:
+            process = await start_report(order, self._context)
+        except (OSError, EOFError) as error:
+            return f"no process can be started: {error}", False
+        late = asyncio.get_running_loop().call_later(_REPORT_SECONDS, process.kill, f"it takes more than {_REPORT_SECONDS:g} s")
+        try:
+            frame, ended = await process.receive(), await process.wait()
+        finally:
+            late.cancel()
+        if frame is not None:
+            return frame[0]["error"], frame[0]["is_lasting"]
+        return ("", False) if await to_thread.run_sync(Path(order.report).is_file) else (ended, bool(process.killed_for))
 
     async def _admitted(self, dataset: DatasetSpec) -> dict[str, str]:
         """Call `_admit` in a thread.

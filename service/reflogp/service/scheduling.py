@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 
 from anyio import to_thread
 
-from reflogp.scoring.machine import total_memory
 from reflogp.service.dataset_files import DatasetFiles
 from reflogp.service.errors import LedgerDamagedError, LedgerError
 from reflogp.service.fetching import Fetching
@@ -34,7 +33,7 @@ from reflogp.service.problems import Problem
 from reflogp.service.registry import ReferenceRegistry
 from reflogp.service.roots import root_of
 from reflogp.service.runner.order import JobContext, JobOrder
-from reflogp.service.runner.process import RunnerProcess, start_report, start_runner
+from reflogp.service.runner.process import RunnerProcess, start_runner
 from reflogp.service.settings import ServerSettings
 from reflogp.service.supervision import supervise
 from reflogp.service.threads import Threads
@@ -59,8 +58,6 @@ _STOPPED = {
     "interrupted": "a job with higher priority needed the worker",
     "end": "the service ended",
 }
-#: Seconds between checks of the runners' memory.
-_LOOK_SECONDS = 2.0
 #: A job that was first submitted less than this many seconds ago may be overtaken by newer jobs of the same priority whose
 #: model is already loaded.
 _PATIENCE_SECONDS = 60.0
@@ -69,8 +66,6 @@ _LEDGER_SECONDS, _LEDGER_AGAIN_SECONDS = 5.0, 1.0
 #: A job whose store cannot be used is tried again after _STORE_PAUSE seconds, doubled after each further failure, up to
 #: _LONGEST_STORE_PAUSE. It fails after more than _STORE_TRIES failures between two commits, which takes about three hours.
 _STORE_PAUSE, _LONGEST_STORE_PAUSE, _STORE_TRIES = 30.0, 600.0, 20
-#: Maximum number of seconds to write a report.
-_REPORT_SECONDS = 600.0
 
 
 class _Running:
@@ -129,8 +124,6 @@ class JobScheduler:
             partial_file.unlink(missing_ok=True)
         self._fetching = Fetching(settings, ledger, files, self._recorded, self._fetch_changed, self._finish)
         self._threads = Threads("the dataset's file system", 4)
-        self._reporting = asyncio.Lock()
-        self._reports: set[RunnerProcess] = set()  # the process that writes a report
         self._pool: Pool
         self._running: dict[str, _Running] = {}  # job id -> the running job
         # id of a running or queued job -> how often its store could not be used, and how many of its runners have died, since
@@ -153,7 +146,6 @@ class JobScheduler:
         work = {
             "assigning jobs": self._assign_for_ever,
             "fetching datasets": self._fetching.run,
-            "watching runners": self._watch_runners,
         }
         self._tasks = [asyncio.create_task(supervise(name, run)) for name, run in work.items()]
 
@@ -218,34 +210,6 @@ class JobScheduler:
 
     def report(self, job_id: str) -> Path:
         return self._results / f"{job_id}.report.html"
-
-    async def write_report(self, claim: Claim) -> tuple[str, bool]:
-        """Write a job's report. Return the reason why there is none, or "", and whether it is the same at the next call.
-
-        Raises as `_order`.
-        """
-        order = await self._order(claim)
-        async with self._reporting:
-            if await to_thread.run_sync(Path(order.report).is_file):  # written for another caller meanwhile
-                return "", False
-            reason, is_lasting = await self._reported(order)
-            return reason.replace(order.file, claim.source["name"]), is_lasting
-
-    async def _reported(self, order: JobOrder) -> tuple[str, bool]:
-        try:
-            process = await start_report(order, self._context)
-        except (OSError, EOFError) as error:
-            return f"no process can be started: {error}", False
-        self._reports.add(process)
-        late = asyncio.get_running_loop().call_later(_REPORT_SECONDS, process.kill, f"it takes more than {_REPORT_SECONDS:g} s")
-        try:
-            frame, ended = await process.receive(), await process.wait()
-        finally:
-            late.cancel()
-            self._reports.discard(process)
-        if frame is not None:
-            return frame[0]["error"], frame[0]["is_lasting"]
-        return ("", False) if await to_thread.run_sync(Path(order.report).is_file) else (ended, bool(process.killed_for))
 
     # What workers do
 
@@ -534,7 +498,7 @@ class JobScheduler:
                 await self._recorded(claim.id, partial(self._ledger.fetch_again, claim.id, note))
                 self._fetch_changed(claim.id)
                 return False
-            order = await self._order(claim)
+            order = await self.order(claim)
         except (ReflogpError, Problem, OSError) as error:
             detail = error.detail if isinstance(error, Problem) else str(error)
             what = "" if isinstance(error, ReferenceNotFoundError) else "the dataset cannot be used: "
@@ -555,8 +519,11 @@ class JobScheduler:
             self._stop(running, running.stop_reason)
         return True
 
-    async def _order(self, claim: Claim) -> JobOrder:
-        """Raises ReferenceNotFoundError if the reference is no longer served, and Problem if its dataset is not allowed."""
+    async def order(self, claim: Claim) -> JobOrder:
+        """Return what a job's process needs.
+
+        Raises ReferenceNotFoundError if the reference is no longer served, and PathError if its dataset is not allowed.
+        """
         source, settings = claim.source, claim.settings
         entry = self._registry.entry_of(settings.reference, claim.reference_id)
         root = str(await self._threads.run(root_of, Path(source["file"]), self._settings)) if "path" in source else None
@@ -594,16 +561,6 @@ class JobScheduler:
     def _kill(self, running: _Running, why: str) -> None:
         if running.runner is not None:
             running.runner.kill(why)
-
-    async def _watch_runners(self) -> None:
-        """Kill runners that use too much memory. This coroutine never returns."""
-        most = self._settings.max_worker_bytes or total_memory() * 9 // 10
-        while True:
-            await asyncio.sleep(_LOOK_SECONDS)
-            runners = [running.runner for running in self._running.values() if running.runner is not None]
-            for process in [*runners, *self._reports]:
-                if (used := process.memory()) > most:
-                    process.kill(f"it used {used:,} bytes of memory, more than max_worker_bytes allows")
 
     def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.create_task(work)

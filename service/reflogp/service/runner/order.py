@@ -50,9 +50,11 @@ class JobContext:
     Attributes:
         tokens: folder of the token-id cache.
         row_seconds: maximum CPU time in seconds for tokenizing one row.
+    most_bytes: maximum memory of a job's process, without the process that reads the dataset.
     """
 
     store: str
     tokens: Path
     max_tokens_bytes: int
     row_seconds: float
+    most_bytes: int

@@ -21,6 +21,8 @@ from reflogp.service.pool import memory_of
 from reflogp.service.runner.limited import PRELOADED
 from reflogp.service.runner.order import JobContext, JobOrder
 
+#: Seconds between checks of a process's memory.
+_LOOK_SECONDS = 2.0
 #: Size in bytes of the buffer for a process's frames. A frame may be longer.
 _BUFFER = 1 << 20
 #: Attributes of multiprocessing's fork server, which belong to its implementation, that say how to connect to the server.
@@ -28,12 +30,15 @@ _SERVER = ("_forkserver_address", "_forkserver_authkey")
 
 
 class RunnerProcess:
-    """The process that runs a job, or writes its report."""
+    """The process that runs a job, or writes its report. It is killed if it uses more than `most_bytes` of memory."""
 
-    def __init__(self, process: ForkServerProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, process: ForkServerProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, most_bytes: int
+    ) -> None:
         self.pid = process.pid
         self.killed_for = ""
         self._process, self._reader, self._writer = process, reader, writer
+        self._watch = asyncio.create_task(self._limit_memory(most_bytes))
 
     def send(self, message: dict[str, Any]) -> None:
         if not self._writer.is_closing():
@@ -47,15 +52,17 @@ class RunnerProcess:
         """Wait until the process exits, and return a message that says why it exited."""
         self._writer.close()
         await to_thread.run_sync(self._process.join)
+        self._watch.cancel()
         return self.killed_for or exit_reason(self._process.exitcode or 0, "the service's log")
-
-    def memory(self) -> int:
-        """Return the resident memory of the process in bytes."""
-        return memory_of(self.pid or 0, with_children=False)
 
     def kill(self, why: str) -> None:
         self.killed_for = why
         self._process.kill()
+
+    async def _limit_memory(self, most_bytes: int) -> None:
+        while (used := memory_of(self.pid or 0, with_children=False)) <= most_bytes:
+            await asyncio.sleep(_LOOK_SECONDS)
+        self.kill(f"it used {used:,} bytes of memory, more than max_worker_bytes allows")
 
 
 async def start_runner(order: JobOrder, context: JobContext) -> RunnerProcess:
@@ -72,7 +79,7 @@ async def _started(function: Callable[..., None], order: JobOrder, context: JobC
     ours, theirs = socket.socketpair()
     process = await to_thread.run_sync(_start, function, theirs, order, context)
     reader, writer = await asyncio.open_unix_connection(sock=ours, limit=_BUFFER)
-    return RunnerProcess(process, reader, writer)
+    return RunnerProcess(process, reader, writer, context.most_bytes)
 
 
 def _start(function: Callable[..., None], theirs: socket.socket, order: JobOrder, context: JobContext) -> ForkServerProcess:
