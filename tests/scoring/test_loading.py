@@ -370,7 +370,7 @@ def test_workers_and_the_command_have_growing_segments_unless_the_user_said_othe
 
     async def worker() -> str:
         process = await pool.start_worker()
-        return (await process._stdout.read()).decode().strip()
+        return (await process.stdout.read()).decode().strip()
 
     assert asyncio.run(worker()) == str(expected)
     assert reflogp("--version")[0] == 0

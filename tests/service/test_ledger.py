@@ -172,14 +172,13 @@ def damage(ledger, file) -> None:
     """Write more rows than SQLite keeps in memory, and then rubbish over half of their pages."""
     rows = [(f"{number:016}", str(number)) for number in range(8000)]
     settings = '{"reference": "ref", "title": "' + "x" * 190 + '"}'
-    ledger._file.write(
-        lambda db: db.executemany(
+    with ledger.writing() as db:
+        db.executemany(
             "insert into job (id, state, identity, content, settings, dataset, source, reference_id, priority, submitted_by,"
             f" created_at) values (?, 'done', ?, 'c', '{settings}', '{{\"upload\": \"a\"}}', '{{}}', 'r', 0, 'me', '2020')",
             rows,
         )
-    )
-    ledger._file._writer.execute("pragma wal_checkpoint(truncate)").fetchall()
+    ledger._writer.execute("pragma wal_checkpoint(truncate)").fetchall()
     size = file.stat().st_size
     with file.open("r+b") as raw:
         for place in range(size // 4, size * 3 // 4, 4096):

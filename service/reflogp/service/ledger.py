@@ -10,18 +10,16 @@ from __future__ import annotations
 import json
 import secrets
 import sqlite3
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from reflogp.service.errors import LedgerError
 from reflogp.service.ledger_file import LedgerFile
 from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobProgress, Jobs, JobSettings, JobState
 from reflogp.service.problems import Problem
-
-_Result = TypeVar("_Result")
 
 #: Version of the schema below. A ledger with a higher version is refused. Version 1 has further columns, which are not used.
 _VERSION = 2
@@ -108,25 +106,12 @@ class Claim:
     traceparent: str | None = None
 
 
-class Ledger:
-    """A ledger of jobs and uploads in one SQLite file; see LedgerFile."""
+class Ledger(LedgerFile):
+    """A ledger of jobs and uploads in one SQLite file."""
 
     def __init__(self, file: Path, patience_seconds: float = 5.0) -> None:
-        self._file = LedgerFile(file, _SCHEMA, _VERSION, patience_seconds)
+        super().__init__(file, _SCHEMA, _VERSION, patience_seconds)
         self._running: dict[str, JobProgress] = {}  # the progress of running jobs, by their ids
-
-    @property
-    def trouble(self) -> LedgerError | None:
-        """The reason why the ledger cannot currently be used, or None if it can be used."""
-        return self._file.trouble
-
-    @property
-    def failures(self) -> int:
-        """The number of failed calls so far."""
-        return self._file.failures
-
-    def close(self) -> None:
-        self._file.close()
 
     def submit(self, asked: Submission, most_queued: int | None = None) -> tuple[Job, bool]:
         """Record a submission. Return its job, and whether the job is new.
@@ -138,7 +123,7 @@ class Ledger:
         `most_queued` jobs are already queued.
         """
 
-        def submit(db: sqlite3.Connection) -> tuple[Job, bool]:
+        with self.writing() as db:
             known = db.execute("select id, state, content, summary from job where identity = ?", [asked.identity]).fetchone()
             cancelled = "select 1 from cancellation where job = ?"
             if known is not None and (
@@ -148,45 +133,9 @@ class Ledger:
                 # the new job takes over the identity; identities must be unique, so the old job's id becomes its identity
                 db.execute("update job set identity = id where id = ?", [known["id"]])
                 known = None
-            if known is not None:
-                if known["content"] != asked.content:
-                    raise Problem(
-                        409,
-                        f"this Idempotency-Key was already used for a different job ({known['id']})",
-                        "use a new key for each new job",
-                    )
-                # the same content may have been submitted as another upload, or by another path to the same file
-                if known["state"] in ("failed", "cancelled"):
-                    place = [asked.dataset.model_dump_json(), json.dumps(asked.source), known["id"]]
-                    db.execute("update job set dataset = ?, source = ? where id = ?", place)
-                    _set_origin(db, known["id"], asked)
-                _retry(db, known["id"])
-                return self._job(db, known["id"]), False
-            queued = db.execute("select count(*) from job where state = 'queued'").fetchone()[0]
-            if most_queued is not None and queued >= most_queued:
-                step = "try again when some jobs have finished"
-                raise Problem(429, "too many jobs are queued", step, {"Retry-After": "60"})
-            job = secrets.token_hex(8)
-            db.execute(
-                "insert into job (id, state, identity, content, settings, dataset, source, reference_id, priority,"
-                " submitted_by, created_at) values (?, 'queued', ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                [
-                    job,
-                    asked.identity,
-                    asked.content,
-                    asked.settings.model_dump_json(),
-                    asked.dataset.model_dump_json(),
-                    json.dumps(asked.source),
-                    asked.reference_id,
-                    asked.settings.priority,
-                    asked.submitted_by,
-                    _now(),
-                ],
-            )
-            _set_origin(db, job, asked)
-            return self._job(db, job), True
-
-        return self._file.write(submit)
+            job = _submit_new(db, asked, most_queued) if known is None else _submit_again(db, asked, known)
+            row = db.execute("select * from job where id = ?", [job]).fetchone()
+            return _as_job(row, self._running), known is None
 
     def get(self, job: str) -> Job | None:
         running = dict(self._running)  # before the file is read: a job that has ended meanwhile has its progress there
@@ -223,11 +172,9 @@ class Ledger:
         Each call writes to the ledger, so that `trouble` says whether the ledger can be used. Return the number of jobs.
         """
 
-        def requeue(db: sqlite3.Connection) -> int:
-            self._file.probe(db)
+        with self.writing() as db:
+            self.probe(db)
             return _requeue(db, f"state = 'running' and id not in ({_marks(held)})", note, *held)
-
-        return self._file.write(requeue)
 
     def highest_queued_priority(self, but: Collection[str] = ()) -> int | None:
         """Return the highest priority among queued jobs that have a dataset file and are not in `but`."""
@@ -246,17 +193,17 @@ class Ledger:
         here = list(loaded)
         ready = f"state = 'queued' and {_HAS_FILE} and id not in ({_marks(but)})"
 
-        def claim(db: sqlite3.Connection) -> Claim | None:
-            query = f"select * from job where {ready} order by priority desc, number limit 1"
-            first: sqlite3.Row | None = db.execute(query, [*but]).fetchone()
-            if first is None:
+        query = f"select * from job where {ready} order by priority desc, number limit 1"
+        of_loaded = (
+            f"select * from job where {ready} and priority = ? and reference_id in ({_marks(here)}) order by number limit 1"
+        )
+        with self.writing() as db:
+            chosen: sqlite3.Row | None = db.execute(query, [*but]).fetchone()
+            if chosen is None:
                 return None
-            chosen = first
-            waited = (datetime.now(UTC) - datetime.fromisoformat(first["created_at"])).total_seconds()
-            if here and first["reference_id"] not in here and waited < patience_seconds:
-                query = f"select * from job where {ready} and priority = ? and reference_id in ({_marks(here)})"
-                found = db.execute(f"{query} order by number limit 1", [*but, first["priority"], *here]).fetchone()
-                chosen = found or first
+            waited = (datetime.now(UTC) - datetime.fromisoformat(chosen["created_at"])).total_seconds()
+            if here and chosen["reference_id"] not in here and waited < patience_seconds:
+                chosen = db.execute(of_loaded, [*but, chosen["priority"], *here]).fetchone() or chosen
             db.execute(
                 "update job set state = 'running', started_at = ?, attempts = attempts + 1, error = null where id = ?",
                 [_now(), chosen["id"]],
@@ -265,8 +212,6 @@ class Ledger:
             self._running.pop(chosen["id"], None)
             return _as_claim(chosen, origin)
 
-        return self._file.write(claim)
-
     def cancel(self, job: str) -> JobState | None:
         """Cancel a job. Return the state that it had, or None for an unknown job.
 
@@ -274,18 +219,14 @@ class Ledger:
         runner finishes the job before learning of the cancellation, the job ends as done or failed.
         """
 
-        def cancel(db: sqlite3.Connection) -> JobState | None:
+        with self.writing() as db:
             row = db.execute("select state from job where id = ?", [job]).fetchone()
-            if row is None:
-                return None
-            state: JobState = row["state"]
+            state: JobState | None = None if row is None else row["state"]
             if state == "running":
                 db.execute("insert or ignore into cancellation values (?)", [job])
             elif state == "queued":
                 _finish(db, job, "cancelled", None, None)
             return state
-
-        return self._file.write(cancel)
 
     def progressed(self, job: str, progress: JobProgress) -> None:
         """Keep the latest progress of a running job in memory. It is written when the job's state changes."""
@@ -297,7 +238,8 @@ class Ledger:
 
     def finish(self, job: str, state: JobState, *, summary: dict[str, Any] | None = None, error: str | None = None) -> bool:
         """End a queued or running job. Return False if the job had already ended."""
-        return self._change(job, lambda db: _finish(db, job, state, summary, error))
+        with self._changing(job) as db:
+            return _finish(db, job, state, summary, error)
 
     def to_fetch(self, limit: int, but: Collection[str] = ()) -> list[tuple[str, dict[str, str]]]:
         """Return (job id, source) of the queued jobs whose datasets must be fetched, in the order of the queue."""
@@ -307,33 +249,34 @@ class Ledger:
 
     def fetched(self, job: str, source: dict[str, str]) -> None:
         """Record that the dataset of a queued job has been fetched into the file or folder `source["file"]`."""
-        query = "update job set source = ?, note = null where id = ? and state = 'queued'"
-        self._file.write(lambda db: db.execute(query, [json.dumps(source), job]))
+        with self.writing() as db:
+            query = "update job set source = ?, note = null where id = ? and state = 'queued'"
+            db.execute(query, [json.dumps(source), job])
 
     def fetch_again(self, job: str, note: str) -> None:
         """Queue a running job again and have its dataset fetched again, because the fetched file no longer exists."""
 
-        def fetch_again(db: sqlite3.Connection) -> None:
+        with self._changing(job) as db:
             _forget_file(db, job)
             _requeue(db, "id = ? and state = 'running'", note, job)
 
-        self._change(job, fetch_again)
-
     def note(self, job: str, note: str) -> None:
         """Say what a queued job whose dataset must still be fetched is waiting for."""
-        query = f"update job set note = ? where id = ? and state = 'queued' and not ({_HAS_FILE})"
-        self._file.write(lambda db: db.execute(query, [note, job]))
+        with self.writing() as db:
+            db.execute(f"update job set note = ? where id = ? and state = 'queued' and not ({_HAS_FILE})", [note, job])
 
     def give_back(self, job: str, note: str) -> None:
         """Put a running job back into the queue at its previous position, and note why; end it if it was cancelled."""
-        self._change(job, lambda db: _requeue(db, "id = ? and state = 'running'", note, job))
+        with self._changing(job) as db:
+            _requeue(db, "id = ? and state = 'running'", note, job)
 
     def retry(self, job: str) -> bool:
         """Queue a failed or cancelled job again; return False if it is in another state.
 
         If the dataset was given by its URI, it is fetched again.
         """
-        return self._file.write(lambda db: _retry(db, job))
+        with self.writing() as db:
+            return _retry(db, job)
 
     def files_in_use(self) -> set[str]:
         """Return the names of the dataset files of all uploads, and of all jobs that may still run.
@@ -352,17 +295,15 @@ class Ledger:
     def forget(self, jobs: Collection[str]) -> None:
         """Delete those of the given jobs that have ended."""
 
-        def forget(db: sqlite3.Connection) -> None:
+        with self.writing() as db:
             query = "delete from job where state in ('done', 'failed', 'cancelled') and id = ?"
             db.executemany(query, [[job] for job in jobs])
             db.execute("delete from origin where job not in (select id from job)")
 
-        self._file.write(forget)
-
     def put_upload(self, name: str, file: str, size: int, sha256: str) -> None:
         """Record an upload, replacing any earlier upload with the same name."""
-        values = [name, file, size, sha256, _now()]
-        self._file.write(lambda db: db.execute("insert or replace into upload values (?, ?, ?, ?, ?)", values))
+        with self.writing() as db:
+            db.execute("insert or replace into upload values (?, ?, ?, ?, ?)", [name, file, size, sha256, _now()])
 
     def uploads(self) -> list[dict[str, Any]]:
         """Return all uploads, sorted by name, as dicts with the keys name, file, bytes, sha256 and uploaded_at."""
@@ -373,30 +314,27 @@ class Ledger:
         return dict(row) if row else None
 
     def delete_upload(self, name: str) -> bool:
-        return self._file.write(lambda db: db.execute("delete from upload where name = ?", [name]).rowcount > 0)
+        with self.writing() as db:
+            return db.execute("delete from upload where name = ?", [name]).rowcount > 0
 
-    def _change(self, job: str, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
+    @contextmanager
+    def _changing(self, job: str) -> Iterator[sqlite3.Connection]:
         """Write a change of a running job's state, together with the progress that the job has made."""
-
-        def change(db: sqlite3.Connection) -> _Result:
+        with self.writing() as db:
             if (progress := self._running.get(job)) is not None:
                 values = [progress.model_dump_json(), job]
                 db.execute("update job set progress = ? where id = ? and state = 'running'", values)
-            return work(db)
-
-        result = self._file.write(change)
+            yield db
         self._running.pop(job, None)
-        return result
-
-    def _job(self, db: sqlite3.Connection, job: str) -> Job:
-        return _as_job(db.execute("select * from job where id = ?", [job]).fetchone(), self._running)
 
     def _one(self, query: str, *values: Any) -> sqlite3.Row | None:
-        found: sqlite3.Row | None = self._file.read(lambda db: db.execute(query, values).fetchone())
-        return found
+        with self.reading() as db:
+            found: sqlite3.Row | None = db.execute(query, values).fetchone()
+            return found
 
     def _all(self, query: str, *values: Any) -> list[sqlite3.Row]:
-        return self._file.read(lambda db: db.execute(query, values).fetchall())
+        with self.reading() as db:
+            return db.execute(query, values).fetchall()
 
 
 def _now() -> str:
@@ -451,6 +389,44 @@ def _forget_file(db: sqlite3.Connection, job: str) -> None:
         " where id = ? and json_extract(source, '$.uri') is not null",
         [job],
     )
+
+
+def _submit_new(db: sqlite3.Connection, asked: Submission, most_queued: int | None) -> str:
+    """Record a new job, and return its id."""
+    queued = db.execute("select count(*) from job where state = 'queued'").fetchone()[0]
+    if most_queued is not None and queued >= most_queued:
+        raise Problem(429, "too many jobs are queued", "try again when some jobs have finished", {"Retry-After": "60"})
+    row = {
+        "id": secrets.token_hex(8),
+        "state": "queued",
+        "identity": asked.identity,
+        "content": asked.content,
+        "settings": asked.settings.model_dump_json(),
+        "dataset": asked.dataset.model_dump_json(),
+        "source": json.dumps(asked.source),
+        "reference_id": asked.reference_id,
+        "priority": asked.settings.priority,
+        "submitted_by": asked.submitted_by,
+        "created_at": _now(),
+    }
+    db.execute(f"insert into job ({', '.join(row)}) values ({_marks(row)})", [*row.values()])
+    _set_origin(db, row["id"], asked)
+    return row["id"]
+
+
+def _submit_again(db: sqlite3.Connection, asked: Submission, known: sqlite3.Row) -> str:
+    """Queue an existing job again if it has failed or was cancelled, and return its id."""
+    if known["content"] != asked.content:
+        detail = f"this Idempotency-Key was already used for a different job ({known['id']})"
+        raise Problem(409, detail, "use a new key for each new job")
+    job: str = known["id"]
+    if known["state"] in ("failed", "cancelled"):
+        # the same content may have been submitted as another upload, or by another path to the same file
+        place = [asked.dataset.model_dump_json(), json.dumps(asked.source), job]
+        db.execute("update job set dataset = ?, source = ? where id = ?", place)
+        _set_origin(db, job, asked)
+    _retry(db, job)
+    return job
 
 
 def _set_origin(db: sqlite3.Connection, job: str, asked: Submission) -> None:

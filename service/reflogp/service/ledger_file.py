@@ -6,19 +6,16 @@ import fcntl
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
 from threading import Lock
-from typing import TypeVar
 
 from reflogp.service.errors import LedgerDamagedError, LedgerError, LedgerUnavailableError
 from reflogp.store import UsageError
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 #: StateLock tries to get the lock every _PAUSE_SECONDS for up to _PATIENCE_SECONDS, because a service that was just killed may
 #: still hold the lock.
@@ -101,25 +98,26 @@ class LedgerFile:
         except LedgerError as error:
             raise UsageError(str(error)) from error
 
-    def read(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
-        """Call `work`, which must not write to the database, and return its result. Raises LedgerError."""
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """Yield a connection that must not write to the database. Raises LedgerError."""
         with self._reading, self._errors_noted():
-            return work(self._reader)
+            yield self._reader
 
-    def write(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
-        """Call `work` in a transaction. The transaction is on disk when this method returns.
+    @contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """Yield a connection in a transaction, which is on disk after the `with` block.
 
-        Raises LedgerError. The transaction may have reached the disk nevertheless, so `work` must be safe to call twice.
+        Raises LedgerError. The transaction may have reached the disk nevertheless, so it must be safe to repeat it.
         """
         with self._writing, self._errors_noted():
             self._writer.execute(f"pragma busy_timeout = {0 if self.trouble else int(1000 * self._patience)}")
             self._writer.execute("begin immediate")
             with self._writer:  # ends the transaction
-                result = work(self._writer)
+                yield self._writer
         if self.trouble is not None and not isinstance(self.trouble, LedgerDamagedError):
             logger.info("the ledger of jobs can be used again")
             self.trouble = None
-        return result
 
     def probe(self, db: sqlite3.Connection) -> None:
         """Write something that changes nothing, so that a full disk is noticed."""

@@ -17,6 +17,7 @@ import logging
 import os
 import sys
 import time
+from asyncio.subprocess import Process
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from functools import partial
@@ -25,7 +26,7 @@ from typing import Any
 import psutil
 from anyio import to_thread
 
-from reflogp.scoring.frames import Frame, encode, receive_frame
+from reflogp.scoring.frames import encode, receive_frame
 from reflogp.scoring.machine import exit_reason, growing_segments, return_freed_memory
 from reflogp.service.supervision import supervise
 from reflogp.service.worker.protocol import WorkerConfiguration
@@ -59,13 +60,10 @@ class WorkerHandle:
     Attributes:
         ready: True if the worker accepts work, False while it is starting.
         loaded: ids of the references whose engines are loaded.
-        deaths: number of times so far that a process of this worker has exited or could not be started.
-        memory_bytes: resident memory of the process at the last check, or 0 if it is unknown.
+        memory_bytes: resident memory of the process and its children (such as vLLM) at the last check, or 0 if it is unknown.
         last_error: why the worker's last process exited or could not be started; "" when a new process has started.
         silent_seconds: how long the latest ping has been unanswered, or 0 if the worker has answered it.
-        late: True if an answer to a ping is overdue.
         answered: True if the current process has answered at least one ping.
-        asked: True if the latest ping has not been answered yet.
         doing: what the engine was doing at the last ping: None, or "load" or "pass" and the seconds since it began.
     """
 
@@ -74,17 +72,15 @@ class WorkerHandle:
         self.configuration = configuration
         self.ready = False
         self.loaded: list[str] = []
-        self.deaths = 0
         self.memory_bytes = 0
         self.last_error = ""
         self.failed_starts = 0
         self.killed_for = ""
-        self.process: WorkerProcess | None = None
+        self.process: Process | None = None
         self.silent_seconds = 0.0
-        self.late = False
         self.answered = False
-        self.asked = False
         self.doing: tuple[str, float] | None = None
+        self._is_asked = False
         self._backlog: list[bytes] = []
 
     @property
@@ -93,49 +89,53 @@ class WorkerHandle:
         return self.failed_starts >= _BROKEN_AFTER
 
     @property
+    def late(self) -> bool:
+        """True if an answer to a ping is overdue."""
+        return self.silent_seconds > _LATE_SECONDS
+
+    @property
     def answering(self) -> bool:
         """True if the worker accepts work and answers pings in time."""
         return self.ready and not self.late
 
     def send(self, message: dict[str, Any], body: bytes = b"") -> None:
         """Send a frame to the worker. If the current process does not accept the frame, keep the frame for the next process."""
-        data = encode(message, body)
-        if self.process is None or not self.process.send(data):
-            self._backlog.append(data)
+        if not self._is_sent(encode(message, body)):
+            self._backlog.append(encode(message, body))
 
     def kill(self, why: str) -> None:
         """Kill the worker's process, for a reason. The pool then starts a new one, unless it is closing."""
         self.killed_for = why
-        if self.process is not None:
-            self.process.kill()
+        if self.process is not None and self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
 
-    async def start(self) -> WorkerProcess:
+    async def start(self) -> Process:
         self.killed_for = ""
-        self.silent_seconds, self.late, self.answered, self.asked, self.doing = 0.0, False, False, False, None
-        process = await start_worker()
-        self.process = process
+        self.silent_seconds, self.answered, self._is_asked, self.doing = 0.0, False, False, None
+        self.process = await start_worker()
         self.last_error = ""
-        process.send(encode({"op": "configure", "configuration": asdict(self.configuration)}))
-        backlog, self._backlog = self._backlog, []
-        for data in backlog:
-            process.send(data)
-        return process
+        frames, self._backlog = self._backlog, []
+        for data in [encode({"op": "configure", "configuration": asdict(self.configuration)}), *frames]:
+            self._is_sent(data)
+        return self.process
 
-    def ask(self, passed: float, late_after: float) -> None:
-        """Send a ping. If the last one is still unanswered, add `passed` seconds to `silent_seconds` and update `late`."""
-        if self.asked:
+    def ask(self, passed: float) -> None:
+        """Send a ping. If the last one is still unanswered, add `passed` seconds to `silent_seconds`."""
+        if self._is_asked:
             self.silent_seconds += passed
-            self.late = self.silent_seconds > late_after
-        elif self.process is not None:
-            self.asked = self.process.send(encode({"op": "ping"}))
+        else:
+            self._is_asked = self._is_sent(encode({"op": "ping"}))
 
     def on_pong(self, message: dict[str, Any]) -> None:
-        self.answered, self.asked, self.silent_seconds, self.late = True, False, 0.0, False
+        self.answered, self._is_asked, self.silent_seconds = True, False, 0.0
         self.doing = (message["doing"], message["seconds"]) if message["doing"] else None
 
-
-Frames = Callable[[WorkerHandle, dict[str, Any], bytes], Awaitable[None]]
-Deaths = Callable[[WorkerHandle, str], Awaitable[None]]
+    def _is_sent(self, data: bytes) -> bool:
+        if self.process is None or self.process.stdin is None or self.process.stdin.is_closing():
+            return False
+        self.process.stdin.write(data)
+        return True
 
 
 class Pool:
@@ -151,39 +151,39 @@ class Pool:
     def __init__(
         self,
         configurations: list[WorkerConfiguration],
-        on_frame: Frames,
-        on_death: Deaths,
-        max_worker_bytes: int | None,
+        on_frame: Callable[[WorkerHandle, dict[str, Any], bytes], Awaitable[None]],
+        on_death: Callable[[WorkerHandle, str], Awaitable[None]],
+        max_worker_bytes: int,
     ) -> None:
         self.workers = [WorkerHandle(number, entry) for number, entry in enumerate(configurations)]
         self._on_frame = on_frame
         self._on_death = on_death
         self._max_worker_bytes = max_worker_bytes
         self._closing = False
-        self._tasks: list[asyncio.Task[None]] = []
+        self._lives: dict[WorkerHandle, asyncio.Task[None]] = {}
+        self._watching: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        keep = [supervise(f"keeping worker {worker.number}", partial(self._supervise, worker)) for worker in self.workers]
-        watch = supervise("watching the workers", self._watch)
-        self._tasks = [asyncio.create_task(work) for work in [*keep, watch]]
+        for worker in self.workers:
+            life = supervise(f"keeping worker {worker.number}", partial(self._supervise, worker))
+            self._lives[worker] = asyncio.create_task(life)
+        self._watching = asyncio.create_task(supervise("watching the workers", self._watch))
 
     async def close(self) -> None:
         """Let every worker commit its values and exit. Kill workers that do not exit in time."""
         self._closing = True
-        for worker in self.workers:
-            if worker.process is not None:
-                worker.send({"op": "exit"})
-        watch = self._tasks.pop() if self._tasks else None
-        for worker, task in zip(self.workers, self._tasks, strict=False):  # no tasks if the pool was never started
+        for worker, life in self._lives.items():
             if worker.process is None:  # the worker is waiting for its restart
-                task.cancel()
-        if self._tasks:
-            _, late = await asyncio.wait(self._tasks, timeout=_END_SECONDS)
+                life.cancel()
+            else:
+                worker.send({"op": "exit"})
+        if self._lives:
+            _, late = await asyncio.wait(self._lives.values(), timeout=_END_SECONDS)
             for worker in self.workers if late else []:
                 worker.kill("the worker did not exit in time")
             if late:
                 await asyncio.wait(late, timeout=5)
-        for task in [*self._tasks, *([watch] if watch else [])]:
+        for task in [*self._lives.values(), *([self._watching] if self._watching else [])]:
             task.cancel()
 
     async def _supervise(self, worker: WorkerHandle) -> None:
@@ -192,7 +192,6 @@ class Pool:
             was_ready, worker.ready, worker.loaded, worker.process = worker.ready, False, [], None
             if self._closing:
                 return
-            worker.deaths += 1
             worker.failed_starts = 0 if was_ready else worker.failed_starts + 1
             worker.last_error = reason
             logger.warning("worker %d ended: %s", worker.number, reason)
@@ -206,15 +205,16 @@ class Pool:
             process = await worker.start()
         except OSError as error:  # the machine has no memory or no processes left
             return f"it could not be started: {error}"
-        logger.info("worker %d started, %s", worker.number, process.name)
+        logger.info("worker %d started, pid %s", worker.number, process.pid)
+        assert process.stdout is not None
         try:
-            while (frame := await process.receive()) is not None:
+            while (frame := await receive_frame(process.stdout)) is not None:
                 await self._take(worker, *frame)
         except Exception:  # a bug in the service; its state may not fit the worker's any more
             logger.exception("could not handle a message from worker %d", worker.number)
             worker.kill("the service could not handle a message from the worker (see the log)")
-        reason = await process.wait()
-        return worker.killed_for or worker.last_error or reason
+        status = await process.wait()
+        return worker.killed_for or worker.last_error or exit_reason(status, "the service's log")
 
     async def _take(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
         match message["op"]:
@@ -237,21 +237,18 @@ class Pool:
             now = time.monotonic()
             passed = min(now - last, 2 * _LOOK_SECONDS)  # if this process was paused, ignore the pause
             last = now
-            await asyncio.gather(*(self._look(worker, passed) for worker in self.workers))
+            for worker in self.workers:
+                self._look(worker, passed)
             if now - trimmed > _TRIM_SECONDS:
                 trimmed = now
                 await to_thread.run_sync(return_freed_memory)
 
-    async def _look(self, worker: WorkerHandle, passed: float) -> None:
-        if worker.process is None:
-            worker.memory_bytes = 0
-            return
-        worker.ask(passed, _LATE_SECONDS)
-        allowed = _SILENCE_SECONDS if worker.answered else _START_SECONDS
-        if worker.silent_seconds > allowed:
+    def _look(self, worker: WorkerHandle, passed: float) -> None:
+        worker.ask(passed)
+        if worker.silent_seconds > (_SILENCE_SECONDS if worker.answered else _START_SECONDS):
             worker.kill(f"the worker did not answer for {worker.silent_seconds:.0f} seconds")
-        worker.memory_bytes = worker.process.memory()
-        if self._max_worker_bytes is not None and worker.memory_bytes > self._max_worker_bytes:
+        worker.memory_bytes = 0 if worker.process is None else memory_of(worker.process.pid)
+        if worker.memory_bytes > self._max_worker_bytes:
             worker.kill(f"the worker used {worker.memory_bytes:,} bytes of memory, more than max_worker_bytes allows")
 
 
@@ -260,45 +257,11 @@ def own_memory() -> int:
     return memory_of(os.getpid(), with_children=False)
 
 
-class WorkerProcess:
-    """A running worker process."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdin is not None and process.stdout is not None
-        self.name = f"pid {process.pid}"
-        self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
-
-    def send(self, data: bytes) -> bool:
-        """Send encoded frames to the process. Return False if the process no longer accepts data."""
-        if self._stdin.is_closing():
-            return False
-        self._stdin.write(data)
-        return True
-
-    async def receive(self) -> Frame | None:
-        """Return the next frame, or None if the process has exited."""
-        return await receive_frame(self._stdout)
-
-    async def wait(self) -> str:
-        """Wait until the process exits, and return a message that says why it exited."""
-        return exit_reason(await self._process.wait(), "the service's log")
-
-    def memory(self) -> int:
-        """Return the resident memory of the process and its children (vLLM, the reader of a job) in bytes."""
-        return memory_of(self._process.pid)
-
-    def kill(self) -> None:
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-
-
-async def start_worker() -> WorkerProcess:
+async def start_worker() -> Process:
     """Start a worker's process with pipes for stdin and stdout."""
     pipe = asyncio.subprocess.PIPE
     environment = {**os.environ, **growing_segments(os.environ)}
-    process = await asyncio.create_subprocess_exec(*COMMAND, stdin=pipe, stdout=pipe, limit=_BUFFER, env=environment)
-    return WorkerProcess(process)
+    return await asyncio.create_subprocess_exec(*COMMAND, stdin=pipe, stdout=pipe, limit=_BUFFER, env=environment)
 
 
 def memory_of(pid: int, with_children: bool = True) -> int:
