@@ -38,9 +38,11 @@ from reflogp.scoring.runs.units import VisionCache
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from reflogp.scoring.torch_engine.flow import InFlight, Unit
 from reflogp.service.confined_paths import digest_below
+from reflogp.service.models import JobSettings
 from reflogp.service.runner.devices import LentWorkers
 from reflogp.service.runner.job import JobCallbacks, run_job
-from reflogp.service.runner.order import JobContext, JobOrder
+from reflogp.service.runner.order import Claim, JobContext, JobOrder
+from reflogp.service.settings import ReferenceSettings
 from reflogp.service.worker.engine_loop import Answer, EngineLoop, Engines, OnlineRequest
 from reflogp.service.worker.units import UnitServer
 from reflogp.store import Store, describe_reference
@@ -194,26 +196,10 @@ def job(world: World, online: bool) -> dict[str, Any]:
 
 
 def _order(world: World, state: Path) -> JobOrder:
-    return JobOrder(
-        job="job",
-        reference=world.reference,
-        model=str(world.model),
-        revision=None,
-        trust_remote_code=False,
-        file=str(world.data),
-        root=None,
-        digest=digest_below(world.folder, world.data)[1],
-        format=None,
-        split="train",
-        max_length=None,
-        truncation_mode="keep_start",
-        ld_alpha=None,
-        top_k=0,
-        result=str(state / "result.parquet"),
-        report=str(state / "report.html"),
-        request=None,
-        traceparent=None,
-    )
+    source = {"name": "", "file": str(world.data), "digest": digest_below(world.folder, world.data)[1], "split": "train"}
+    claim = Claim("job", JobSettings(reference="ref"), source, world.reference.reference_id, 0)
+    model = ReferenceSettings(model=str(world.model), dtype=world.reference.dtype)
+    return JobOrder(claim, world.reference, model, None, str(state / "result.parquet"), str(state / "report.html"))
 
 
 def ray(world: World, online: bool) -> dict[str, Any]:

@@ -300,7 +300,7 @@ def test_a_services_settings_fit_the_engine(tmp_path, reference, complaint):
 )
 def test_each_engine_has_the_gpus_of_all_its_layers_and_stages(tmp_path, settings, gpus):
     reference = read_settings(store=str(tmp_path), references={"sft": {"model": "/m", **settings}}).references["sft"]
-    assert reference.gpus() == gpus
+    assert reference.choice().gpus() == gpus
 
 
 @pytest.mark.parametrize("lacks", ["vllm", "reflogp"])

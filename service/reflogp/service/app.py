@@ -7,7 +7,6 @@ import logging
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -39,11 +38,11 @@ from reflogp.service.routes.uploads import uploads_router
 from reflogp.service.runner.order import JobContext
 from reflogp.service.runner.process import start_fork_server
 from reflogp.service.scheduling import JobScheduler
-from reflogp.service.settings import ServerSettings
+from reflogp.service.settings import ReferenceSettings, ServerSettings
 from reflogp.service.sites import SameSiteGuard, SecurityHeaders
 from reflogp.service.supervision import supervise
 from reflogp.service.uploads import Uploads
-from reflogp.service.worker.protocol import ModelConfig, WorkerConfiguration
+from reflogp.service.worker.protocol import WorkerConfiguration
 from reflogp.store import UsageError
 
 #: Maximum time in seconds that a request waits while another process has locked the ledger.
@@ -161,7 +160,7 @@ def _devices(settings: ServerSettings, registry: ReferenceRegistry) -> list[Plac
         return []
     engines = {model.engine for model in models}
     devices = ["auto"] if engines == {"remote"} and settings.devices == ["all"] else settings.devices
-    return places(devices, gpus_in_a_child, max(1, *(model.gpus() for model in models)), "vllm" in engines)
+    return places(devices, gpus_in_a_child, max(1, *(model.choice().gpus() for model in models)), "vllm" in engines)
 
 
 def _configurations(
@@ -172,28 +171,25 @@ def _configurations(
     Raise UsageError if two references with the same model and dtypes have different engines or engine settings.
     """
     named = registry.named()
-    models: dict[str, ModelConfig] = {}
+    models: dict[str, ReferenceSettings] = {}
     for name, reference in named.items():
-        place = settings.references[name].place()
-        if models.setdefault(reference.reference_id, place).engine != place.engine:
+        model = settings.references[name]
+        if models.setdefault(reference.reference_id, model).choice() != model.choice():
             raise UsageError(
                 f"references.{name} has the same model and dtypes as another reference, but a different engine or different "
                 "engine settings: remove one of the two references"
             )
-    first = WorkerConfiguration(
-        device="auto",
-        visible=None,
-        address="",
-        sharing=max(1, sum(place.device == "cpu" for place in workers)),
-        token_budget=settings.token_budget,
-        models=models,
-        capacity=settings.max_loaded,
-        pinned=named[settings.pinned].reference_id if settings.pinned is not None else None,
-        store=registry.store.uri,
-        commit_seconds=_COMMIT_SECONDS,
-        window_seconds=_WINDOW_SECONDS,
-    )
+    shared = {
+        "sharing": max(1, sum(place.device == "cpu" for place in workers)),
+        "token_budget": settings.token_budget,
+        "models": models,
+        "capacity": settings.max_loaded,
+        "pinned": named[settings.pinned].reference_id if settings.pinned is not None else None,
+        "store": registry.store.uri,
+        "commit_seconds": _COMMIT_SECONDS,
+        "window_seconds": _WINDOW_SECONDS,
+    }
     return [
-        replace(first, device=place.device, visible=place.visible, address=str(sockets / str(number)))
+        WorkerConfiguration(device=place.device, visible=place.visible, address=str(sockets / str(number)), **shared)
         for number, place in enumerate(workers)
     ]

@@ -20,6 +20,7 @@ from typing import Any
 from reflogp.service.ledger_file import LedgerFile
 from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobProgress, Jobs, JobSettings, JobState
 from reflogp.service.problems import Problem
+from reflogp.service.runner.order import Claim
 
 #: Version of the schema below. A ledger with a higher version is refused. Version 1 has further columns, which are not used.
 _VERSION = 2
@@ -85,23 +86,6 @@ class Submission:
     reference_id: str
     submitted_by: str
     lasting: bool = True
-    request: str | None = None
-    traceparent: str | None = None
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A job, with what its runner needs.
-
-    Attributes:
-        request, traceparent: X-Request-Id and W3C trace context of the last submission that queued the job.
-    """
-
-    id: str
-    settings: JobSettings
-    source: dict[str, str]
-    reference_id: str
-    priority: int
     request: str | None = None
     traceparent: str | None = None
 

@@ -19,7 +19,6 @@ import sys
 import time
 from asyncio.subprocess import Process
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -116,7 +115,7 @@ class WorkerHandle:
         self.process = await start_worker()
         self.last_error = ""
         frames, self._backlog = self._backlog, []
-        for data in [encode({"op": "configure", "configuration": asdict(self.configuration)}), *frames]:
+        for data in [encode({"op": "configure", "configuration": self.configuration.model_dump(exclude_unset=True)}), *frames]:
             self._is_sent(data)
         return self.process
 

@@ -19,13 +19,13 @@ from anyio import to_thread
 from reflogp.service.dataset_files import DatasetFiles
 from reflogp.service.errors import LedgerError
 from reflogp.service.fetch import check_uri
-from reflogp.service.ledger import Claim, Ledger, Submission
+from reflogp.service.ledger import Ledger, Submission
 from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobRequest, JobSettings
 from reflogp.service.problems import Problem
 from reflogp.service.registry import ReferenceRegistry
 from reflogp.service.request_ids import request_id, traceparent
 from reflogp.service.roots import resolve_path
-from reflogp.service.runner.order import JobContext, JobOrder
+from reflogp.service.runner.order import Claim, JobContext, JobOrder
 from reflogp.service.runner.process import start_report
 from reflogp.service.scheduling import JobScheduler
 from reflogp.service.settings import ServerSettings
@@ -217,7 +217,7 @@ class Precompute:
             if await to_thread.run_sync(Path(order.report).is_file):  # written for another caller meanwhile
                 return "", False
             reason, is_lasting = await self._reported(order)
-            return reason.replace(order.file, claim.source["name"]), is_lasting
+            return reason.replace(claim.source["file"], claim.source["name"]), is_lasting
 
     async def _reported(self, order: JobOrder) -> tuple[str, bool]:
         try:

@@ -25,14 +25,14 @@ from anyio import to_thread
 from reflogp.service.dataset_files import DatasetFiles
 from reflogp.service.errors import LedgerDamagedError, LedgerError
 from reflogp.service.fetching import Fetching
-from reflogp.service.ledger import Claim, Ledger
+from reflogp.service.ledger import Ledger
 from reflogp.service.metrics import Metrics
 from reflogp.service.models import JobProgress, JobState
 from reflogp.service.pool import Pool, WorkerHandle
 from reflogp.service.problems import Problem
 from reflogp.service.registry import ReferenceRegistry
 from reflogp.service.roots import root_of
-from reflogp.service.runner.order import JobContext, JobOrder
+from reflogp.service.runner.order import Claim, JobContext, JobOrder
 from reflogp.service.runner.process import RunnerProcess, start_runner
 from reflogp.service.settings import ServerSettings
 from reflogp.service.supervision import supervise
@@ -524,29 +524,10 @@ class JobScheduler:
 
         Raises ReferenceNotFoundError if the reference is no longer served, and PathError if its dataset is not allowed.
         """
-        source, settings = claim.source, claim.settings
-        entry = self._registry.entry_of(settings.reference, claim.reference_id)
-        root = str(await self._threads.run(root_of, Path(source["file"]), self._settings)) if "path" in source else None
-        return JobOrder(
-            job=claim.id,
-            reference=self._registry.model_of(claim.reference_id),
-            model=entry.model,
-            revision=entry.revision,
-            trust_remote_code=entry.trust_remote_code,
-            file=source["file"],
-            digest=source["digest"],
-            root=root,
-            split=source["split"],
-            format=settings.format,
-            max_length=settings.max_length,
-            truncation_mode=settings.truncation_mode,
-            ld_alpha=settings.ld_alpha,
-            top_k=entry.top_k,
-            result=str(self.result(claim.id)),
-            report=str(self.report(claim.id)),
-            request=claim.request,
-            traceparent=claim.traceparent,
-        )
+        model, file = self._registry.entry_of(claim.settings.reference, claim.reference_id), Path(claim.source["file"])
+        root = str(await self._threads.run(root_of, file, self._settings)) if "path" in claim.source else None
+        reference = self._registry.model_of(claim.reference_id)
+        return JobOrder(claim, reference, model, root, str(self.result(claim.id)), str(self.report(claim.id)))
 
     def _cancel(self, running: _Running) -> None:
         running.cancelled = True

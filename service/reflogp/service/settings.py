@@ -30,7 +30,6 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from reflogp.scoring.engines import EngineChoice, EngineName
 from reflogp.scoring.vllm_engine.options import check_options
-from reflogp.service.worker.protocol import ModelConfig
 from reflogp.store.errors import UsageError
 from reflogp.store.storage import PLACES, normalize_uri
 
@@ -113,16 +112,10 @@ class ReferenceSettings(BaseModel):
             raise ValueError(str(error)) from error
         return self
 
-    def gpus(self) -> int:
-        """Return the number of GPUs that one engine for this model uses, or 0 for a remote engine."""
-        return EngineChoice(**self.place().engine).gpus()
-
-    def place(self) -> ModelConfig:
-        """Return these settings as a ModelConfig to send to workers."""
-        of_the_model = {"model", "dtype", "lm_head_dtype", "revision"}
-        fields = self.model_dump()
-        choice = {("name" if name == "engine" else name): value for name, value in fields.items() if name not in of_the_model}
-        return ModelConfig(**{name: fields[name] for name in of_the_model}, engine=choice)
+    def choice(self, **more: Any) -> EngineChoice:
+        """Return the engine with these settings; `more` are fields of EngineChoice that they do not have."""
+        of_the_model = {"model", "dtype", "lm_head_dtype", "revision", "engine"}
+        return EngineChoice(self.engine, **self.model_dump(exclude=of_the_model), **more)
 
 
 class TokenSettings(BaseModel):

@@ -148,10 +148,10 @@ def run_job(order: JobOrder, context: JobContext, workers: Workers, job: JobCall
     Return the summary that `reflogp score --json` prints, with two additional entries: `image_files` is True if any row names
     an image file, and `bad_row_reasons` says why rows have no values.
 
-    Each attempt opens the dataset's files once, fails if their content does not match `order.digest`, and reads the tokenizer
-    from the model's folder. If a dataset or tokenizer file is modified during an attempt, the job starts over, with at most
-    three attempts in all. Values computed before stay valid, because their keys are computed from the token ids. The digest
-    does not cover images that rows name by path; if such an image changes, so do the keys of its rows.
+    Each attempt opens the dataset's files once, fails if their content does not match the digest in the ledger, and reads the
+    tokenizer from the model's folder. If a dataset or tokenizer file is modified during an attempt, the job starts over, with
+    at most three attempts in all. Values computed before stay valid, because their keys are computed from the token ids. The
+    digest does not cover images that rows name by path; if such an image changes, so do the keys of its rows.
 
     Raises:
         JobStoppedError: the job must stop now. The job continues later unless it was cancelled.
@@ -159,10 +159,10 @@ def run_job(order: JobOrder, context: JobContext, workers: Workers, job: JobCall
     """
     with run_span(
         "reflogp job",
-        order.traceparent,
+        order.claim.traceparent,
         stops=(JobStoppedError, StoppedError),
-        job_id=order.job,
-        request_id=order.request,
+        job_id=order.claim.id,
+        request_id=order.claim.request,
         reference_id=order.reference.reference_id,
         store=hide_secrets(context.store),
     ):
@@ -174,7 +174,7 @@ def run_job(order: JobOrder, context: JobContext, workers: Workers, job: JobCall
             except FileChangedError as error:
                 if isinstance(error, ContentMismatchError) or attempt == _ATTEMPTS - 1:
                     raise
-                logger.info("the job starts over: %s", error, extra={"job": order.job})
+                logger.info("the job starts over: %s", error, extra={"job": order.claim.id})
     delete_oldest(context.tokens, context.max_tokens_bytes)
     progress.finish(summary.sequences, summary.hits)
     reasons = bad_row_reasons(progress.problems)
@@ -186,12 +186,13 @@ def _attempt(
 ) -> tuple[ScoreSummary, bool]:
     """Return the summary of one attempt, and whether any row names an image file. May also raise FileChangedError."""
     reference, store = order.reference, Store(context.store)
-    settings = TrainerSettings(order.max_length, order.truncation_mode, order.ld_alpha)
+    asked = order.claim.settings
+    settings = TrainerSettings(asked.max_length, asked.truncation_mode, asked.ld_alpha)
     with open_dataset(order, context, job.check) as (dataset, _):
         scheduler = Scheduler(workers=workers, check=job.check)
         try:
             summary = score_dataset(
-                dataset, store, reference, scheduler, settings=settings, watcher=progress, top_k=order.top_k
+                dataset, store, reference, scheduler, settings=settings, watcher=progress, top_k=order.model.top_k
             )
         finally:
             scheduler.close()  # gives the workers back
@@ -209,14 +210,14 @@ def open_dataset(
 
     Raises FileChangedError if a file of the dataset is modified in the `with` block, and the errors of `run_job`.
     """
-    form: Any = order.format
+    form, source, trusts = order.claim.settings.format, order.claim.source, order.model.trust_remote_code
     root = None if order.root is None else Path(order.root)
-    folder = str(resolve_model(order.model, order.revision))
-    tokenizer = read_tokenizer_files(folder, order.trust_remote_code)
-    with OpenDataset(root, Path(order.file), order.digest) as files:
+    folder = str(resolve_model(order.model.model, order.model.revision))
+    tokenizer = read_tokenizer_files(folder, trusts)
+    with OpenDataset(root, Path(source["file"]), source["digest"]) as files:
         reading = Reading(
             str(files.readable),
-            order.split,
+            source["split"],
             form,
             order.root,
             str(files.path),
@@ -226,10 +227,10 @@ def open_dataset(
             context.row_seconds,
             default_memory(),
         )
-        kept = context.tokens / cache_name(order.digest, tokenizer.digest, form, order.split)
-        load_vision = partial(load_processor, folder, folder, None, order.trust_remote_code)
+        kept = context.tokens / cache_name(source["digest"], tokenizer.digest, form, source["split"])
+        load_vision = partial(load_processor, folder, folder, None, trusts)
         try:
             yield JobDataset(reading, kept, files.check, load_vision, check), tokenizer
         except DatasetError as error:
             files.check()  # if a file has changed, report the change rather than the error it caused
-            raise DatasetError(str(error).replace(str(files.readable), order.file)) from error
+            raise DatasetError(str(error).replace(str(files.readable), source["file"])) from error

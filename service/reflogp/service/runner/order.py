@@ -5,42 +5,47 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from reflogp.service.models import JobSettings
+from reflogp.service.settings import ReferenceSettings
 from reflogp.store import Reference
 
 
 @dataclass(frozen=True)
-class JobOrder:
-    """A job.
+class Claim:
+    """A job, as the ledger knows it.
 
     Attributes:
-        model, revision: the model whose tokenizer and image processor the job uses.
-        file: path of the dataset (a file or folder), with symbolic links resolved.
-        digest: digest of the dataset's content.
-        root: allowed root folder that contains the dataset, or None if the dataset is in the service's own folder. Other users
-            may be able to write to a root folder, but not to the service's own folder.
-        max_length, truncation_mode, ld_alpha: see TrainerSettings.
-        result, report: paths of the job's result, which the runner writes, and of its report.
-        request, traceparent: X-Request-Id and W3C trace context of the request that submitted the job, or None if unknown.
+        source: where its dataset is; see Submission.
+        request, traceparent: X-Request-Id and W3C trace context of the last submission that queued the job.
     """
 
-    job: str
+    id: str
+    settings: JobSettings
+    source: dict[str, str]
+    reference_id: str
+    priority: int
+    request: str | None = None
+    traceparent: str | None = None
+
+
+@dataclass(frozen=True)
+class JobOrder:
+    """A job, with what else its process needs.
+
+    Attributes:
+        model: the model whose tokenizer and image processor the job uses. Several references in the settings can have the same
+            weights, and so the same id, with different tokenizers.
+        root: allowed root folder that contains the dataset, or None if the dataset is in the service's own folder. Other users
+            may be able to write to a root folder, but not to the service's own folder.
+        result, report: paths of the job's result, which the runner writes, and of its report.
+    """
+
+    claim: Claim
     reference: Reference
-    model: str
-    revision: str | None
-    trust_remote_code: bool
-    file: str
-    digest: str
+    model: ReferenceSettings
     root: str | None
-    split: str
-    format: str | None
-    max_length: int | None
-    truncation_mode: str
-    ld_alpha: float | None
-    top_k: int
     result: str
     report: str
-    request: str | None
-    traceparent: str | None
 
 
 @dataclass(frozen=True)

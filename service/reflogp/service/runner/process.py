@@ -86,7 +86,7 @@ def _start(function: Callable[..., None], theirs: socket.socket, order: JobOrder
     forks = _forkserver()
     forkserver.ensure_running()
     server = {name: value for name, value in vars(forkserver._forkserver).items() if name in _SERVER}
-    process = forks.Process(target=function, args=(server, theirs, order, context), name=f"reflogp-job-{order.job}")
+    process = forks.Process(target=function, args=(server, theirs, order, context), name=f"reflogp-job-{order.claim.id}")
     with theirs:
         process.start()
     multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]  # a forced exit does not wait for it

@@ -34,15 +34,16 @@ def main(connection: socket.socket, order: JobOrder, context: JobContext) -> Non
         _write(order, context)
     except Exception as error:
         is_lasting = isinstance(error, ReflogpError | FileNotFoundError) and not isinstance(error, StoreUnavailableError)
-        logger.warning("the report could not be written: %s", error, exc_info=not is_lasting, extra={"job": order.job})
+        logger.warning("the report could not be written: %s", error, exc_info=not is_lasting, extra={"job": order.claim.id})
         text = shortened_without_secrets(str(error) or type(error).__name__)
         connection.sendall(encode({"error": text, "is_lasting": is_lasting}))
     os._exit(0)
 
 
 def _write(order: JobOrder, context: JobContext) -> None:
-    snapshot, name = Store(context.store)[order.reference.reference_id].snapshot(), f"job {order.job}"
-    settings = TrainerSettings(order.max_length, order.truncation_mode)  # the report shows plain sums, without ld_alpha
+    snapshot, name = Store(context.store)[order.reference.reference_id].snapshot(), f"job {order.claim.id}"
+    asked = order.claim.settings
+    settings = TrainerSettings(asked.max_length, asked.truncation_mode)  # the report shows plain sums, without ld_alpha
     with open_dataset(order, context, lambda: None) as (dataset, tokenizer):
         collected, model = collect(dataset, "the dataset", snapshot, settings), order.reference.name
         page = make_page(collected, dataset.only, tokenizer.load(), snapshot, settings, score="", data=name, model=model)

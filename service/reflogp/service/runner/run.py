@@ -69,7 +69,7 @@ class _Runner:
 
     def send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # raised if the service has exited, which `_read` notices
-            self._connection.sendall(encode({**message, "job": self._order.job}))
+            self._connection.sendall(encode({**message, "job": self._order.claim.id}))
 
     def run(self, context: JobContext) -> dict[str, Any]:
         """Run the job and return the frame that reports how it ended."""
@@ -80,7 +80,7 @@ class _Runner:
         except JobStoppedError:
             return {"op": "job", "end": "stopped", "error": None}
         except NoProcessError as error:
-            logger.error("%s", error, extra={"job": self._order.job})
+            logger.error("%s", error, extra={"job": self._order.claim.id})
             os._exit(1)  # the service runs the job again
         except StoreUnavailableError as error:
             return {"op": "job", "end": "stopped", "error": str(error)}
@@ -91,7 +91,7 @@ class _Runner:
                 return {"op": "job", "end": "failed", "error": shortened_without_secrets(str(error))}
             text = shortened_without_secrets(f"{type(error).__name__}: {error}")  # a bug in reflogp or in a library
             where = "".join(traceback.format_tb(error.__traceback__))
-            logger.error("unexpected error: %s\n%s", text, where, extra={"job": self._order.job})
+            logger.error("unexpected error: %s\n%s", text, where, extra={"job": self._order.claim.id})
             return {"op": "job", "end": "failed", "error": text}
 
     def _report(self, progress: dict[str, Any], committed: bool) -> None:

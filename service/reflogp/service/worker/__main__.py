@@ -34,8 +34,9 @@ from reflogp.scoring.runs.units import VisionCache
 from reflogp.scoring.torch_engine import Sequence
 from reflogp.scoring.torch_engine.load import choose_device
 from reflogp.service.log_lines import LogLine
+from reflogp.service.settings import ReferenceSettings
 from reflogp.service.worker.engine_loop import Answer, EngineLoop, Engines, OnlineRequest
-from reflogp.service.worker.protocol import ModelConfig, WorkerConfiguration, outcomes_table, table_of
+from reflogp.service.worker.protocol import WorkerConfiguration, outcomes_table, table_of
 from reflogp.service.worker.units import UnitServer
 from reflogp.service.worker.write_back import WriteBack
 from reflogp.store import (
@@ -188,9 +189,9 @@ class Worker:
                 self._write_back.put(request.reference_id, {"online": True, **answer.engine.provenance()}, good)
 
     def _table(self, reference_id: str) -> ValuesTable:
-        return self._store.values_table(self._reference(reference_id), self._models(reference_id).engine["top_k"])
+        return self._store.values_table(self._reference(reference_id), self._models(reference_id).top_k)
 
-    def _models(self, reference_id: str) -> ModelConfig:
+    def _models(self, reference_id: str) -> ReferenceSettings:
         return self._configuration.models[reference_id]
 
     def _reference(self, reference_id: str) -> Reference:
@@ -233,8 +234,7 @@ class Worker:
 
     def _choice(self, reference_id: str) -> EngineChoice:
         configuration = self._configuration
-        engine = self._models(reference_id).engine
-        return EngineChoice(device=configuration.device, token_budget=configuration.token_budget, **engine)
+        return self._models(reference_id).choice(device=configuration.device, token_budget=configuration.token_budget)
 
 
 def _ids(scalar: Any) -> Any:
@@ -257,9 +257,7 @@ def main() -> None:
     frame = read_frame(source)
     if frame is None:
         return
-    fields = frame[0]["configuration"]
-    models = {key: ModelConfig(**entry) for key, entry in fields.pop("models").items()}
-    configuration = WorkerConfiguration(models=models, **fields)
+    configuration = WorkerConfiguration(**frame[0]["configuration"])
     if configuration.visible is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = configuration.visible  # CUDA reads this variable on first use
     worker = Worker(configuration, out)

@@ -5,39 +5,18 @@ The service and its workers import this module, so it imports neither torch nor 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+from pydantic import BaseModel
 
 from reflogp.scoring.torch_engine.sequences import token_logps_of
+from reflogp.service.settings import ReferenceSettings
 from reflogp.store.schema import one_array
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """Location, dtypes and engine of a reference's model.
-
-    Attributes:
-        model: folder of the model or of a PEFT adapter, or a hub id.
-        lm_head_dtype: dtype of the logits, or None if logits are computed in `dtype`.
-        engine: fields of EngineChoice, except device and token_budget, which the worker sets.
-    """
-
-    model: str
-    dtype: str
-    lm_head_dtype: str | None
-    revision: str | None
-    engine: dict[str, Any]
-
-    @property
-    def trust_remote_code(self) -> bool:
-        return bool(self.engine["trust_remote_code"])
-
-
-@dataclass(frozen=True)
-class WorkerConfiguration:
+class WorkerConfiguration(BaseModel):
     """Configuration of a worker.
 
     Attributes:
@@ -45,7 +24,7 @@ class WorkerConfiguration:
         visible: value of CUDA_VISIBLE_DEVICES in the worker's process, or None to leave the variable unchanged.
         address: path of the Unix socket to which the runners of jobs connect.
         sharing: number of workers among which the machine's CPU cores are divided; used only if `device` is "cpu".
-        models: configuration of each reference's model, by reference id.
+        models: settings of each reference's model, by reference id.
         capacity: maximum number of loaded engines.
         pinned: id of the reference whose engine is loaded at startup and never unloaded, or None.
         commit_seconds: maximum time in seconds between computing a job's values and committing them.
@@ -57,7 +36,7 @@ class WorkerConfiguration:
     address: str
     sharing: int
     token_budget: int | Literal["auto"]
-    models: dict[str, ModelConfig]
+    models: dict[str, ReferenceSettings]
     capacity: int
     pinned: str | None
     store: str
