@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from reflogp.service.errors import LedgerDamagedError, LedgerUnavailableError
 from reflogp.service.ledger import Ledger, Submission
+from reflogp.service.ledger_file import LedgerDamagedError, LedgerUnavailableError
 from reflogp.service.models import DatasetSpec, JobProgress, JobSettings
 from reflogp.service.problems import Problem
 from reflogp.store import UsageError

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from reflogp.service.dataset_files import DatasetFiles
+from reflogp.service.dataset_files import DatasetFiles, Uploads
 from reflogp.service.ledger import Ledger, Submission
 from reflogp.service.models import UPLOAD_PATTERN, DatasetSpec, JobSettings
 from reflogp.service.problems import Problem
 from reflogp.service.settings import ServerSettings
-from reflogp.service.uploads import Uploads
 
 LONG_AGO = time.time() - 86_400
 

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from reflogp.scoring.machine import Place, gpus_in_a_child, places, total_memory
 from reflogp.service import problems
 from reflogp.service.context import Context
-from reflogp.service.dataset_files import DatasetFiles
+from reflogp.service.dataset_files import DatasetFiles, Uploads
 from reflogp.service.large_requests import LargeRequests
 from reflogp.service.ledger import Ledger
 from reflogp.service.ledger_file import StateLock
@@ -41,7 +41,6 @@ from reflogp.service.scheduling import JobScheduler
 from reflogp.service.settings import ReferenceSettings, ServerSettings
 from reflogp.service.sites import SameSiteGuard, SecurityHeaders
 from reflogp.service.supervision import supervise
-from reflogp.service.uploads import Uploads
 from reflogp.service.worker.protocol import WorkerConfiguration
 from reflogp.store import UsageError
 

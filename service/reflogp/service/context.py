@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from reflogp.service.dataset_files import Uploads
 from reflogp.service.large_requests import LargeRequests
 from reflogp.service.ledger import Ledger
 from reflogp.service.metrics import Metrics
@@ -12,7 +13,6 @@ from reflogp.service.precompute import Precompute
 from reflogp.service.registry import ReferenceRegistry
 from reflogp.service.scheduling import JobScheduler
 from reflogp.service.settings import ServerSettings
-from reflogp.service.uploads import Uploads
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ import pyarrow.fs as pafs
 from reflogp.scoring.data.read import SUFFIXES_IN_WORDS, dataset_suffix
 from reflogp.scoring.errors import DatasetError
 from reflogp.service.dataset_files import Incoming
-from reflogp.service.errors import LedgerError
 from reflogp.service.hub_split import files_of_split
+from reflogp.service.ledger_file import LedgerError
 from reflogp.service.problems import Problem
 from reflogp.service.settings import ServerSettings
 from reflogp.store import ReflogpError, UsageError

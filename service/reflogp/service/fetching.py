@@ -12,9 +12,9 @@ from functools import partial
 from anyio import CapacityLimiter, to_thread
 
 from reflogp.service.dataset_files import DatasetFiles, Incoming
-from reflogp.service.errors import LedgerError
 from reflogp.service.fetch import FetchCancelledError, fetch
 from reflogp.service.ledger import Ledger
+from reflogp.service.ledger_file import LedgerError
 from reflogp.service.settings import ServerSettings
 from reflogp.store.texts import byte_count
 

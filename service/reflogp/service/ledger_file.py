@@ -12,8 +12,7 @@ from pathlib import Path
 from shlex import quote
 from threading import Lock
 
-from reflogp.service.errors import LedgerDamagedError, LedgerError, LedgerUnavailableError
-from reflogp.store import UsageError
+from reflogp.store import ReflogpError, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +30,28 @@ _REASONS = {
 }
 
 
+class LedgerError(ReflogpError):
+    """A read or write of the service's ledger of jobs failed. The message says why."""
+
+
+class LedgerUnavailableError(LedgerError):
+    """The ledger is locked by another process, its disk is full or failing, or the service is shutting down.
+
+    Unless the service is shutting down, the same call may succeed later.
+    """
+
+
+class LedgerDamagedError(LedgerError):
+    """Some pages of the ledger's file are damaged. The service stops."""
+
+
 class StateLock:
     """An exclusive lock on a state folder. The kernel releases the lock when the process ends, even after a crash.
 
     A folder that does not exist is created. Only its owner can read it, because it may hold secrets (docs/security.md).
 
     Raises:
-        UsageError: another service uses the folder, or the folder cannot be written.
+        UsageError: another service uses the folder, or the folder cannot be written or locked.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -58,6 +72,8 @@ class StateLock:
                         f"another service uses the state folder {folder}: stop the other service, or set a different `state` "
                         "folder"
                     ) from None
+            except OSError as error:
+                raise UsageError(f"the state folder {folder} cannot be locked: {error.strerror}") from error
             time.sleep(_PAUSE_SECONDS)
 
     def close(self) -> None:

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from anyio import to_thread
 
-from reflogp.service.dataset_files import DatasetFiles
-from reflogp.service.errors import LedgerError
+from reflogp.service.dataset_files import DatasetFiles, Uploads
 from reflogp.service.fetch import check_uri
 from reflogp.service.ledger import Ledger, Submission
+from reflogp.service.ledger_file import LedgerError
 from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobRequest, JobSettings
 from reflogp.service.problems import Problem
 from reflogp.service.registry import ReferenceRegistry
@@ -30,7 +30,6 @@ from reflogp.service.runner.process import start_report
 from reflogp.service.scheduling import JobScheduler
 from reflogp.service.settings import ServerSettings
 from reflogp.service.threads import Threads
-from reflogp.service.uploads import Uploads
 from reflogp.store.texts import hide_secrets
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
-from reflogp.service.errors import LedgerDamagedError, LedgerError
+from reflogp.service.ledger_file import LedgerDamagedError, LedgerError
 from reflogp.store import (
     DamagedStoreError,
     ReferenceNotFoundError,

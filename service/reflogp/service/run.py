@@ -23,7 +23,7 @@ from pythonjsonlogger.json import JsonFormatter
 
 from reflogp.service.app import create_app
 from reflogp.service.context import Context
-from reflogp.service.errors import LedgerDamagedError
+from reflogp.service.ledger_file import LedgerDamagedError
 from reflogp.service.log_lines import FIELDS, LogLine
 from reflogp.service.request_ids import add_request_id
 from reflogp.service.settings import ServerSettings, unknown_variables

@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 from anyio import to_thread
 
 from reflogp.service.dataset_files import DatasetFiles
-from reflogp.service.errors import LedgerDamagedError, LedgerError
 from reflogp.service.fetching import Fetching
 from reflogp.service.ledger import Ledger
+from reflogp.service.ledger_file import LedgerDamagedError, LedgerError
 from reflogp.service.metrics import Metrics
 from reflogp.service.models import JobProgress, JobState
 from reflogp.service.pool import Pool, WorkerHandle

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 
 from reflogp.service.auth import requires
 from reflogp.service.context import Context
-from reflogp.service.errors import LedgerError
+from reflogp.service.ledger_file import LedgerError
 from reflogp.service.pool import Pool, WorkerHandle, own_memory
 from reflogp.service.problems import Problem, documented
 
