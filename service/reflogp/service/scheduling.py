@@ -366,7 +366,8 @@ class JobScheduler:
                 self._lend_idle(running)
         while (worker := self._spare_worker()) is not None:
             self._paused = {job: until for job, until in self._paused.items() if until > time.monotonic()}
-            claim = await to_thread.run_sync(self._ledger.claim, worker.loaded, _PATIENCE_SECONDS, set(self._paused))
+            but = {*self._paused, *self._running}  # the end of a running job may be in the ledger already
+            claim = await to_thread.run_sync(self._ledger.claim, worker.loaded, _PATIENCE_SECONDS, but)
             if claim is None:
                 break
             for other in self._running.values():
@@ -376,7 +377,8 @@ class JobScheduler:
             running = self._running[claim.id] = _Running(claim, worker.number)
             self._in_background(self._run(running))
             self.notify(claim.id)
-        highest = await to_thread.run_sync(self._ledger.highest_queued_priority, set(self._paused))
+        but = {*self._paused, *self._running}
+        highest = await to_thread.run_sync(self._ledger.highest_queued_priority, but)
         busy = [running for running in self._running.values() if not running.stop_reason and self._has_ready_worker(running)]
         if highest is not None and busy and not any(running.stop_reason for running in self._running.values()):
             lowest = min(busy, key=lambda running: running.claim.priority)
