@@ -1,7 +1,6 @@
 """X-Request-Id: from the client through the service into the logs of the service and of its workers, and back."""
 
 import json
-import logging
 import random
 import re
 import string
@@ -10,8 +9,6 @@ import httpx
 import pytest
 
 from reflogp.client import Client, protocol
-from reflogp.service.log_lines import LogLine
-from reflogp.service.request_ids import add_request_id
 from tests.conftest import write_rows
 from tests.service.serving import float32, running, settings_file, token_rows, wait_for, wait_until
 
@@ -95,14 +92,6 @@ def test_a_clients_attempts_have_one_id_and_its_error_names_it():
     for status, words in ((500, "it broke (request r-1)"), (503, "it broke (request r-1)"), (404, "it broke")):
         assert words in str(protocol.error_of(httpx.Response(status, headers={"x-request-id": "r-1"}, json=body)))
     assert "request" not in str(protocol.error_of(httpx.Response(404, headers={"x-request-id": "r-1"}, json=body)))
-
-
-def test_a_line_says_what_it_is_about():
-    record = logging.LogRecord("reflogp", logging.INFO, "f.py", 1, "hello", None, None)
-    assert add_request_id(record) and not hasattr(record, "request")
-    assert LogLine().format(record).endswith(" hello")
-    record.job, record.request = "j1", "r1"
-    assert LogLine().format(record).endswith(" hello [job j1] [request r1]")
 
 
 def test_json_logs_have_it(reference_folder, tmp_path, warm_python):

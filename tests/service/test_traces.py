@@ -90,13 +90,6 @@ def test_a_job_is_a_tree_of_spans_below_the_clients_span(service, taken, referen
     assert {span.attributes["reflogp.worker"] for span in [*scored, *by_name["load model"]]} == {"worker 0"}
 
 
-def test_a_job_without_a_callers_span_is_a_trace_of_its_own(service, taken):
-    file = write_rows(service.folder / "few.jsonl", token_rows(3, 1))
-    with Client(service.url) as client:
-        job = client.watch(client.submit(file, "ref").id)
-    assert root_of(taken, job.id).parent == ""
-
-
 @pytest.mark.parametrize("sent", ["00-" + "0" * 32 + "-" + "1" * 16 + "-01", "nonsense", "00-zz", "x" * 10_000])
 def test_a_bad_traceparent_is_left_out(service, taken, sent):
     file = write_rows(service.folder / f"bad-{len(sent)}.jsonl", token_rows(2, len(sent)))

@@ -108,7 +108,8 @@ def create_app(settings: ServerSettings) -> FastAPI:
         online.start(pool)
         scheduler.start(pool)
         pool.start()
-        forking = asyncio.create_task(_prepare_runners()) if configurations else None
+        preparing = to_thread.run_sync(start_fork_server, abandon_on_cancel=True)  # otherwise, the first job would wait for it
+        forking = asyncio.create_task(preparing) if configurations else None
         tasks = {"checking the store": registry.watch, "housekeeping": precompute.keep_house}
         watches = [asyncio.create_task(supervise(name, run)) for name, run in tasks.items()]
         yield
@@ -143,13 +144,6 @@ def create_app(settings: ServerSettings) -> FastAPI:
     app.include_router(uploads_router(context))
     app.include_router(pages_router(context))
     return app
-
-
-async def _prepare_runners() -> None:
-    try:
-        await to_thread.run_sync(start_fork_server, abandon_on_cancel=True)
-    except Exception:  # the first job tries again
-        logger.exception("the processes of jobs could not be prepared")
 
 
 def _devices(settings: ServerSettings, registry: ReferenceRegistry) -> list[Place]:
