@@ -92,6 +92,13 @@ def readers() -> list[psutil.Process]:
     return [child for server in servers for child in server.children() if child.status() != psutil.STATUS_ZOMBIE]
 
 
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def lines_of(*rows) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
@@ -333,7 +340,7 @@ def test_it_ends_with_a_parent_that_is_killed(model, tmp_path):
     left = psutil.Process(parent.pid).children(recursive=True)
     parent.kill()
     parent.wait()
-    wait_until(lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in left), 60)
+    wait_until(lambda: not any(map(is_alive, left)), 60)
 
 
 def test_token_ids_are_kept_unless_a_row_reached_a_limit(model, tmp_path):
