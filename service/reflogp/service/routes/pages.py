@@ -119,10 +119,7 @@ class _Pages:
         )
 
     async def job(self, request: Request, who: str) -> Response:
-        job_id = request.path_params["job_id"]
-        job = await to_thread.run_sync(self._context.ledger.get, job_id)
-        if job is None:
-            raise Problem(404, f"there is no job {job_id!r}", "see the list of jobs; old jobs are deleted automatically")
+        job = await self._context.precompute.get(request.path_params["job_id"])
         return self._page("job.html", who, job=job, unfinished=job.state in UNFINISHED)
 
     async def cancel(self, request: Request, who: str) -> Response:
