@@ -40,7 +40,7 @@ SCOPES: tuple[str, ...] = get_args(Scope)
 
 
 #: Environment variables of other parts of reflogp.
-_OTHER_VARIABLES = {"REFLOGP_CACHE_DIR", "REFLOGP_TOKEN", "REFLOGP_URL", "REFLOGP_VLLM_LOG", "REFLOGP_VLLM_PYTHON"}
+_OTHER_VARIABLES = {"REFLOGP_CACHE_DIR", "REFLOGP_TOKEN", "REFLOGP_VLLM_LOG", "REFLOGP_VLLM_PYTHON"}
 
 _OF_REMOTE = ("url", "served_model", "concurrency", "check_claim")
 
