@@ -332,15 +332,9 @@ def _no_worker(worker: WorkerHandle) -> Problem:
 
 
 def _merged(known: list[Any], missing: list[int], outcomes: pa.Table) -> pa.Table:
-    errors: list[str | None] = [None] * len(known)
-    for place, at in enumerate(missing):
-        errors[at] = outcomes["error"][place].as_py()
-    columns = []
+    """Return stored and computed values as one table, in the order of the request."""
+    hits = [at for at, values in enumerate(known) if values is not None]
     names = [name for name in outcomes.column_names if name != "error"]
-    for column, name in enumerate(names):
-        computed = one_array(outcomes[name])
-        lists: list[Any] = [None if values is None else values[column] for values in known]
-        for place, at in enumerate(missing):
-            lists[at] = computed[place].values.to_numpy() if computed[place].is_valid else None
-        columns.append(pa.array(lists, computed.type))
-    return pa.table([columns[0], pa.array(errors, pa.string()), *columns[1:]], schema=outcomes.schema)
+    stored = {name: [known[at][column] for at in hits] for column, name in enumerate(names)}
+    both = pa.concat_tables([outcomes, pa.table({**stored, "error": pa.nulls(len(hits))}, schema=outcomes.schema)])
+    return both.take(np.argsort([*missing, *hits]))
