@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-c
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 20 --durations-min 5
 
-.PHONY: help setup demo test test-slow test-all test-vllm test-gpu test-docker test-dist lint docs bench sm90 setup-vllm setup-openrlhf setup-frameworks setup-skypilot fidelity sweep matrix hub-versions clean
+.PHONY: help setup demo test test-slow test-all test-vllm test-gpu test-docker test-dist lint format docs bench sm90 setup-vllm setup-openrlhf setup-frameworks setup-skypilot fidelity sweep matrix hub-versions clean
 
 help:  ## what there is
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -46,6 +46,10 @@ lint: .venv/dev.stamp  ## style (ruff), types (mypy), the import rule (import-li
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+format: .venv/dev.stamp  ## rewrite the code in the style that `make lint` asks for
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
 
 docs: .venv/dev.stamp  ## the docs as a site, in site/; a broken link or a setting that says nothing about itself fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
