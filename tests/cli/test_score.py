@@ -18,7 +18,7 @@ from reflogp.client import Client, RequestRefusedError, SequencesRefusedError, S
 from reflogp.store import Store, describe_reference, sequence_keys
 from tests.conftest import plain_token_logps, write_rows
 from tests.scoring.deadly import POISON, deadly_model
-from tests.service.serving import float32, running, settings_file, token_rows, wait_for
+from tests.service.serving import float32, running, settings_file, token_rows, wait_for, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +60,6 @@ def kept(client, keys) -> int:
     except RequestRefusedError as error:
         assert "are stored yet" in str(error)
         return 0
-
-
-def wait_until(ready, timeout=120):
-    stop = time.monotonic() + timeout
-    while not ready():
-        assert time.monotonic() < stop
-        time.sleep(0.1)
 
 
 def test_json_for_people(service, model):
@@ -139,11 +132,12 @@ def test_a_mask_that_fits_no_row_is_named(client, mask, said):
 
 def test_many_callers_share_packs_and_each_gets_its_own(client, model):
     asked = [sequences(3, seed=100 + n) for n in range(24)]
+    temperatures = [1.0, 0.7] * 12
     with ThreadPoolExecutor(24) as callers:
-        answers = list(callers.map(lambda pair: client.score("ref", *pair), asked))
-    for (prompts, completions), scores in zip(asked, answers, strict=True):
+        answers = list(callers.map(lambda pair, t: client.score("ref", *pair, temperature=t), asked, temperatures))
+    for (prompts, completions), temperature, scores in zip(asked, temperatures, answers, strict=True):
         for prompt, completion, values in zip(prompts, completions, scores.token_logps, strict=True):
-            assert values == pytest.approx(plain_token_logps(model, prompt, completion), abs=2e-4)
+            assert values == pytest.approx(plain_token_logps(model, prompt, completion, temperature), abs=2e-4)
 
 
 def test_a_deadline_that_passes_is_504_and_no_work_is_done_for_it(service, client):
