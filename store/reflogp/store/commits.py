@@ -1,4 +1,4 @@
-"""Read and write the Delta log of one reference model's table.
+"""Read and write the Delta log of one reference model's table, and open its snapshots.
 
 reflogp writes the table's data files itself, with a checksum for every page and an encoding that suits log-probs. It commits
 the files through delta-rs. A commit names the version that it is based on, and fails if another writer has committed since.
@@ -25,11 +25,18 @@ from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundErr
 from deltalake.transaction import AddAction, CommitProperties, RemoveAction
 
 from reflogp.store import storage
-from reflogp.store.errors import DamagedStoreError, ReferenceNotFoundError, StoreUnavailableError, UsageError
+from reflogp.store.errors import (
+    DamagedStoreError,
+    ReferenceNotFoundError,
+    SnapshotNotFoundError,
+    StoreUnavailableError,
+    UsageError,
+)
 from reflogp.store.reference import Reference, check_format
 from reflogp.store.schema import FORMAT, schema_of
 from reflogp.store.shard import Shard, write_shard
-from reflogp.store.texts import short_repr
+from reflogp.store.snapshot import Snapshot
+from reflogp.store.texts import counted, short_repr
 
 #: Maximum number of seconds to retry a commit while other writers keep committing first.
 _PATIENCE = 900.0
@@ -39,6 +46,8 @@ _LONGEST_PAUSE, _EARLY_TRIES = 0.2, 5
 _FORMAT_SETTING = "reflogp.format"
 #: Name of the setting in which a Delta table records how many of the most probable tokens its rows have.
 _TOP_SETTING = "reflogp.top_k"
+#: Number of earlier snapshots whose index a table keeps in memory.
+_PINNED = 2
 _LOG_FOLDER = "_delta_log"
 _HOW_TO_GO_ON = f"Restore {_LOG_FOLDER} from a copy, or move the folder away and score again"
 
@@ -54,7 +63,7 @@ class Written:
 
 
 class TableLog:
-    """The Delta log and the files of one reference model's table; see `LogprobTable`.
+    """The Delta log, the files and the snapshots of one reference model's table; see `LogprobTable`.
 
     Attributes:
         top_k: number of most probable tokens that each position of the table's rows has, 0 in a table without them.
@@ -70,6 +79,8 @@ class TableLog:
         self.filesystem = storage.open_filesystem(uri, options)
         self._delta = self._open()
         self.top_k = int(self._delta.metadata().configuration.get(_TOP_SETTING) or 0)
+        self._latest: Snapshot | None = None
+        self._pinned: dict[int | None, Snapshot] = {}
 
     def __repr__(self) -> str:
         model = f"{self.reference.name} in {self.reference.dtype}"
@@ -91,6 +102,45 @@ class TableLog:
         except DeltaError as error:
             if not DeltaTable.is_deltatable(uri, options):
                 raise StoreUnavailableError(f"the store {uri} cannot be created: {storage.sentence(error)}") from error
+
+    def snapshot(self, number: int | None = None) -> Snapshot:
+        """Return the latest snapshot, or the snapshot with the given number.
+
+        Args:
+            number: number of the snapshot, or None for the latest.
+
+        Raises SnapshotNotFoundError if there is no snapshot with this number, or if it cannot be read, for example because
+        vacuum deleted some of its shards.
+        """
+        with self._turn:
+            if number in self._pinned:
+                return self._pinned[number]
+            self._refresh()
+            latest = self._latest_snapshot()
+            if number is None or number == latest.number:
+                return latest
+            if not 0 <= number < latest.number:
+                raise SnapshotNotFoundError(
+                    f"reference {self.reference.reference_id} has no snapshot {number} (the latest snapshot is {latest.number})"
+                )
+            self._pinned[number] = self._earlier_snapshot(number, latest)
+            if len(self._pinned) > _PINNED:
+                self._pinned.pop(next(iter(self._pinned)))
+            return self._pinned[number]
+
+    def _earlier_snapshot(self, number: int, latest: Snapshot) -> Snapshot:
+        of_reference = f"snapshot {number} of reference {self.reference.reference_id}"
+        try:
+            rows_of = {shard.path: shard.rows for shard in shards_of(DeltaTable(self.uri, number, self._options))}
+            gone = rows_of.keys() - latest.rows_of.keys() - storage.list_files(self.filesystem).keys()
+        except storage.STORAGE_ERRORS as error:
+            raise SnapshotNotFoundError(f"{of_reference} cannot be read: {storage.sentence(error)}") from error
+        if gone:
+            raise SnapshotNotFoundError(
+                f"{of_reference} was vacuumed: vacuum deleted {len(gone)} of its {counted(len(rows_of), 'shard')} (the latest "
+                f"snapshot is {latest.number})"
+            )
+        return latest.advanced(number, rows_of, self.filesystem)
 
     def snapshot_number(self) -> int:
         """Return the number of the latest snapshot."""
@@ -205,6 +255,22 @@ class TableLog:
                     raise
         except storage.STORAGE_ERRORS as error:
             raise self._unreadable(error) from error
+
+    def _latest_snapshot(self) -> Snapshot:
+        number, latest = int(self._delta.version()), self._latest
+        if latest is None or latest.number != number:
+            shards = shards_of(self._delta)
+            rows_of = {shard.path: shard.rows for shard in shards}
+            first = latest or Snapshot(number, self.reference, self.filesystem, {}, self.uri, self._listed, self.top_k)
+            added = {shard.path: shard.size for shard in shards if shard.path not in first.rows_of}
+            with storage.translate_errors(f"the store {self.uri} cannot be read"):
+                filesystem = storage.open_filesystem(self.uri, self._options, added) if added else self.filesystem
+            latest = self._latest = first.advanced(number, rows_of, filesystem)
+        return latest
+
+    def _listed(self) -> set[str]:
+        """Return the paths of the latest snapshot's shards. Another thread may hold this table's lock."""
+        return {shard.path for shard in shards_of(DeltaTable(self.uri, storage_options=self._options))}
 
     def _attempts(self) -> Iterator[None]:
         """Yield once for each attempt to commit, after loading the table's latest version.

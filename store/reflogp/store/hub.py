@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 
 from reflogp.store.digests import Progress
 from reflogp.store.errors import StoreUnavailableError, UsageError
-from reflogp.store.exchange import DATA_FILES, README_FILE, Imported, export, import_folder, top_k_of
+from reflogp.store.exchange import Imported, import_folder, top_k_of
+from reflogp.store.maintenance import DATA_FILES, README_FILE
 from reflogp.store.reference import REFERENCE_FILE, Reference
 from reflogp.store.snapshot import Snapshot
 from reflogp.store.storage import sentence
@@ -196,7 +197,7 @@ def push_table(
         raise UsageError(f"{place} contains data that reflogp did not push, such as {others[0]}: push to another repository")
     with tempfile.TemporaryDirectory(prefix="reflogp-push-") as scratch:
         folder = Path(scratch) / "export"
-        rows, files = export(table, str(folder), snapshot.number, progress)
+        rows, files = table.export(str(folder), snapshot.number, progress)
         with translated(place):
             done = api.upload_folder(
                 repo_id=place.repository,

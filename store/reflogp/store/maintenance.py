@@ -1,4 +1,4 @@
-"""Compact, vacuum and verify a table, and drop rows from it.
+"""Compact, vacuum, verify and export a table, and drop rows from it.
 
 The functions are the methods of `LogprobTable`. Each change is a new snapshot; earlier snapshots can be read until a vacuum.
 """
@@ -7,26 +7,27 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+import uuid
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from reflogp.store.commands import repair_command
-from reflogp.store.commits import Written
+from reflogp.store.commits import TableLog, Written
 from reflogp.store.digests import Progress
 from reflogp.store.errors import DamagedStoreError, StoreError, UsageError
 from reflogp.store.index import Int64s
-from reflogp.store.schema import one_array
-from reflogp.store.shard import Shard, ShardDamageError
+from reflogp.store.reference import REFERENCE_FILE, Reference
+from reflogp.store.schema import columns_table, one_array, schema_of
+from reflogp.store.shard import Shard, ShardDamageError, write_shard
 from reflogp.store.snapshot import Snapshot
-from reflogp.store.storage import translate_errors
-
-if TYPE_CHECKING:
-    from reflogp.store.table import LogprobTable
+from reflogp.store.storage import sentence, translate_errors
 
 #: Approximate size of a compacted shard in bytes. Compaction needs about six times as much memory.
 SHARD_BYTES = 128 << 20
@@ -39,6 +40,8 @@ _SMALL_SHARDS_SPREAD = 32
 #: Default retention period of `vacuum`, in hours. During this period, readers of older snapshots can read replaced shards, and
 #: writers can commit files that they have written.
 RETENTION_HOURS = 168
+#: The files of an export, which has one row for each key, beside a reference.json that describes the reference model.
+README_FILE, DATA_FILES = "README.md", "data/part-*.parquet"
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class Dropped:
     snapshot: int
 
 
-def compact(table: LogprobTable, *, only_small: bool = False, progress: Progress | None = None) -> Compacted:
+def compact(table: TableLog, *, only_small: bool = False, progress: Progress | None = None) -> Compacted:
     """Merge consecutive shards, and drop rows of which a longer row has the same key. The order of rows is kept, because rows
     that were scored together are read together.
 
@@ -111,7 +114,7 @@ def compact(table: LogprobTable, *, only_small: bool = False, progress: Progress
     return Compacted(len(shards), len(table.shards()), written, read - written, won, table.snapshot_number())
 
 
-def compact_if_many(table: LogprobTable, allowed: int) -> Compacted | None:
+def compact_if_many(table: TableLog, allowed: int) -> Compacted | None:
     """Merge the small shards if there are more than `allowed`. Return None if nothing was merged.
 
     A compaction that fails is a warning, because the rows that the caller appended are already committed.
@@ -144,7 +147,7 @@ def _live(shard: Shard, rows: Int64s | None, uri: str) -> pa.Table:
     return table if rows is None else table.take(pa.array(rows))
 
 
-def merged_rows(table: LogprobTable, snapshot: Snapshot) -> Iterator[pa.Table]:
+def merged_rows(table: TableLog, snapshot: Snapshot) -> Iterator[pa.Table]:
     """Yield a snapshot's rows, one for each key, as tables that take about SHARD_BYTES in a file each."""
     live = snapshot.live_rows()
     sizes = table.filesystem.get_file_info(list(live))
@@ -160,9 +163,7 @@ def small_shards_allowed() -> int:
     return SMALL_SHARDS + random.randrange(_SMALL_SHARDS_SPREAD)
 
 
-def vacuum(
-    table: LogprobTable, retention_hours: int = RETENTION_HOURS, *, dry_run: bool = False, alone: bool = False
-) -> list[str]:
+def vacuum(table: TableLog, retention_hours: int = RETENTION_HOURS, *, dry_run: bool = False, alone: bool = False) -> list[str]:
     """Delete replaced shards and uncommitted files after a retention period, and log entries after the log's own (30 days).
 
     Compaction leaves behind the shards that it replaced, and crashed writers leave behind uncommitted files. A snapshot can no
@@ -195,7 +196,7 @@ def vacuum(
         return deleted
 
 
-def verify(table: LogprobTable, progress: Progress | None = None) -> list[Damage]:
+def verify(table: TableLog, progress: Progress | None = None) -> list[Damage]:
     """Read every page and row of the shards in the latest snapshot.
 
     Args:
@@ -216,7 +217,7 @@ def verify(table: LogprobTable, progress: Progress | None = None) -> list[Damage
 
 
 def drop(
-    table: LogprobTable,
+    table: TableLog,
     *,
     shards: Sequence[str] = (),
     provenance: Mapping[str, Any] | None = None,
@@ -270,3 +271,75 @@ def _has(provenance: dict[str, Any] | None, entries: Mapping[str, Any]) -> bool:
     if provenance is None:
         return False
     return all(provenance.get(name) == value for name, value in entries.items()) or _has(provenance.get("begins_with"), entries)
+
+
+def export(table: TableLog, folder: str, number: int | None = None, progress: Progress | None = None) -> tuple[int, int]:
+    """Write a snapshot's rows to a folder as Parquet files, together with a README.md and a reference.json.
+
+    The folder can be read with `datasets.load_dataset(folder)`, its data files with any Parquet reader, and `import_folder`
+    adds it to a store.
+
+    Args:
+        table: the table to export.
+        folder: a local folder that does not exist yet or is empty. It contains no files until the export is complete.
+        number: number of the snapshot to export, or None for the latest.
+        progress: called with (rows written, total rows).
+
+    Returns:
+        The number of rows and the number of Parquet files.
+
+    Raises UsageError if the folder is not empty, or cannot be written to.
+    """
+    target, snapshot = Path(folder), table.snapshot(number)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UsageError(f"{folder} exists and is not an empty folder; choose another folder")
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+    rows = files = 0
+    try:
+        (partial / "data").mkdir(parents=True)
+        for part in merged_rows(table, snapshot) if len(snapshot) else [schema_of(table.top_k).empty_table()]:
+            write_shard(part, partial / f"data/part-{files:05}.parquet")
+            rows, files = rows + len(part), files + 1
+            if progress:
+                progress(rows, len(snapshot))
+        (partial / REFERENCE_FILE).write_text(table.reference.to_json(), encoding="utf-8")
+        (partial / README_FILE).write_text(_readme(table.reference, table.top_k), encoding="utf-8")
+        if target.exists():
+            target.rmdir()
+        partial.replace(target)
+    except OSError as error:
+        raise UsageError(f"the export {folder} cannot be written: {sentence(error)}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return rows, files
+
+
+def _readme(reference: Reference, top_k: int) -> str:
+    """Return the text of an export's README.md, which becomes the dataset card if the export is pushed to the Hub."""
+    return f"""---
+configs:
+- config_name: default
+  data_files: data/*.parquet
+tags:
+- reflogp
+---
+
+# Reference log-probs of {reference.name}
+
+| | |
+| --- | --- |
+| reference model | {reference.name} |
+| reference id | `{reference.reference_id}` |
+| dtype | {reference.dtypes()} |
+
+The files contain log-probabilities, token counts and hashes of token ids, but none of the dataset's text and no weights.
+
+{columns_table(top_k)}
+
+Read this dataset, or this folder, with `datasets.load_dataset`. To train with these values, add them to a reflogp store:
+
+    reflogp store pull ./logps hf://datasets/ORGANISATION/NAME   # from the Hub
+    reflogp store import ./logps FOLDER                          # from a folder
+
+`reference.json` describes the reference model. Values that the store already has are kept.
+"""

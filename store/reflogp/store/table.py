@@ -13,21 +13,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from deltalake import DeltaTable
 
 from reflogp.store import maintenance, storage
-from reflogp.store.commits import TableLog, shards_of
-from reflogp.store.errors import SnapshotNotFoundError, UsageError
-from reflogp.store.exchange import export
+from reflogp.store.commits import TableLog
+from reflogp.store.errors import UsageError
 from reflogp.store.index import each_key_once
 from reflogp.store.keys import TokenLists, keys_as_words, list_lengths, sequence_keys, token_lists
-from reflogp.store.reference import Reference
 from reflogp.store.schema import TOP_COLUMNS, list_sums, one_array, problem_of_rows, shard_table
 from reflogp.store.snapshot import Snapshot
 from reflogp.store.texts import counted
-
-#: Number of earlier snapshots whose index a table keeps in memory.
-_PINNED = 2
 
 
 @dataclass(frozen=True)
@@ -70,11 +64,6 @@ class LogprobTable(TableLog):
         >>> logps.drop(provenance={"engine": "mine"}).rows
         1
     """
-
-    def __init__(self, uri: str, reference: Reference, options: dict[str, str] | None = None) -> None:
-        super().__init__(uri, reference, options)
-        self._latest: Snapshot | None = None
-        self._pinned: dict[int | None, Snapshot] = {}
 
     def add(self, prompt_ids: TokenLists, completion_ids: TokenLists, token_logps: Any, provenance: dict[str, Any]) -> Appended:
         """Store the log-probs of n sequences, as `append` does.
@@ -120,45 +109,6 @@ class LogprobTable(TableLog):
         first = np.asarray(whole if lengths is None else lengths, np.int64)
         return self.snapshot().prefix_sums(sequence_keys(prompt_ids, completion_ids), first)
 
-    def snapshot(self, number: int | None = None) -> Snapshot:
-        """Return the latest snapshot, or the snapshot with the given number.
-
-        Args:
-            number: number of the snapshot, or None for the latest.
-
-        Raises SnapshotNotFoundError if there is no snapshot with this number, or if it cannot be read, for example because
-        vacuum deleted some of its shards.
-        """
-        with self._turn:
-            if number in self._pinned:
-                return self._pinned[number]
-            self._refresh()
-            latest = self._latest_snapshot()
-            if number is None or number == latest.number:
-                return latest
-            if not 0 <= number < latest.number:
-                raise SnapshotNotFoundError(
-                    f"reference {self.reference.reference_id} has no snapshot {number} (the latest snapshot is {latest.number})"
-                )
-            self._pinned[number] = self._earlier_snapshot(number, latest)
-            if len(self._pinned) > _PINNED:
-                self._pinned.pop(next(iter(self._pinned)))
-            return self._pinned[number]
-
-    def _earlier_snapshot(self, number: int, latest: Snapshot) -> Snapshot:
-        of_reference = f"snapshot {number} of reference {self.reference.reference_id}"
-        try:
-            rows_of = {shard.path: shard.rows for shard in shards_of(DeltaTable(self.uri, number, self._options))}
-            gone = rows_of.keys() - latest.rows_of.keys() - storage.list_files(self.filesystem).keys()
-        except storage.STORAGE_ERRORS as error:
-            raise SnapshotNotFoundError(f"{of_reference} cannot be read: {storage.sentence(error)}") from error
-        if gone:
-            raise SnapshotNotFoundError(
-                f"{of_reference} was vacuumed: vacuum deleted {len(gone)} of its {counted(len(rows_of), 'shard')} (the latest "
-                f"snapshot is {latest.number})"
-            )
-        return latest.advanced(number, rows_of, self.filesystem)
-
     def append(self, rows: pa.Table) -> Appended:
         """Commit rows as one shard. Readers see either all of these rows or none.
 
@@ -194,23 +144,7 @@ class LogprobTable(TableLog):
     vacuum = maintenance.vacuum
     verify = maintenance.verify
     drop = maintenance.drop
-    export = export
-
-    def _latest_snapshot(self) -> Snapshot:
-        number, latest = int(self._delta.version()), self._latest
-        if latest is None or latest.number != number:
-            shards = shards_of(self._delta)
-            rows_of = {shard.path: shard.rows for shard in shards}
-            first = latest or Snapshot(number, self.reference, self.filesystem, {}, self.uri, self._listed, self.top_k)
-            added = {shard.path: shard.size for shard in shards if shard.path not in first.rows_of}
-            with storage.translate_errors(f"the store {self.uri} cannot be read"):
-                filesystem = storage.open_filesystem(self.uri, self._options, added) if added else self.filesystem
-            latest = self._latest = first.advanced(number, rows_of, filesystem)
-        return latest
-
-    def _listed(self) -> set[str]:
-        """Return the paths of the latest snapshot's shards. Another thread may hold this table's lock."""
-        return {shard.path for shard in shards_of(DeltaTable(self.uri, storage_options=self._options))}
+    export = maintenance.export
 
 
 def without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
