@@ -86,3 +86,12 @@ def test_a_folder_without_a_reference_is_no_table(model, store):
     assert found.dtype == "float32"
     with pytest.raises(ReferenceNotFoundError, match="has no values of"):
         choose_reference(store, model)
+
+
+def test_a_head_that_is_given_leaves_other_heads_out(model, store):
+    plain, head = describe_reference(model, "bfloat16"), describe_reference(model, "bfloat16", lm_head_dtype="float32")
+    for reference in (plain, head):
+        store.create_table(reference)
+    assert choose_reference(store, model, lm_head_dtype="float32")[0] == head
+    with pytest.raises(UsageError, match="in bfloat16 and in bfloat16 with logits in float32"):
+        choose_reference(store, model)

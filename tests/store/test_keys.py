@@ -84,3 +84,8 @@ def test_integers_of_every_kind_make_the_same_key():
     kinds = [[[1, 2]], [(1, 2)], [range(1, 3)], [np.array([1, 2], np.uint16)]]
     assert len({sequence_keys(ids, [[3]]).to_pylist()[0] for ids in kinds}) == 1
     assert len(sequence_keys([np.array([1], np.uint32), np.array([2], np.int64)], [[], []])) == 2
+
+
+def test_keys_of_no_rows():
+    assert len(sequence_keys([], [])) == 0
+    assert sequence_keys(pa.array([], pa.list_(pa.int32())), pa.chunked_array([], pa.list_(pa.int64()))).type.byte_width == 16

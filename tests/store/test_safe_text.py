@@ -117,3 +117,8 @@ def test_the_first_line_of_a_message_is_the_first_with_words():
         first_line(ImportError("\nThe processor requires torchvision.\nInstall it.")) == "The processor requires torchvision."
     )
     assert first_line(ValueError("")) == first_line(ValueError("\n")) == "ValueError"
+
+
+def test_a_log_record_hides_secrets():
+    error = ValueError(f"https://host/a?sig={SECRET}")
+    assert SECRET not in logged(f"GET https://u:{SECRET}@host/a failed", error)
