@@ -109,9 +109,9 @@ class HubFile:
             files = HfFileSystem(endpoint=api.endpoint, use_listings_cache=False, skip_instance_cache=True)
             with translated(self.place), files.open(name, "rb", block_size=chunk, cache_type="none", size=size) as source:
                 for start in range(0, size, chunk):
-                    piece = source.read(min(chunk, size - start))
-                    if len(piece) != min(chunk, size - start):
-                        asked = min(chunk, size - start)
+                    asked = min(chunk, size - start)
+                    piece = source.read(asked)
+                    if len(piece) != asked:
                         raise StoreUnavailableError(
                             f"{self.place}: the Hub sent only {len(piece):,} of the {asked:,} bytes requested"
                         )
