@@ -124,7 +124,7 @@ def test_the_build_fails_for_what_says_nothing_about_itself(add, hook, monkeypat
     assert said in caplog.text
 
 
-OWN_PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", *(f"{folder}/README.md" for folder in PACKAGES)]
+OWN_PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "tests/README.md", *(f"{folder}/README.md" for folder in PACKAGES)]
 
 
 @pytest.mark.parametrize("page", OWN_PAGES)
