@@ -12,7 +12,6 @@ from collections.abc import Callable
 import httpx
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from reflogp.client import (
@@ -289,25 +288,6 @@ def test_a_cancelled_job_is_cancelled_again_without_an_error(monkeypatch):
 
 
 # --- with a service ---
-
-
-@pytest.mark.slow
-def test_a_file_is_scored_by_a_job_and_its_values_are_the_stores(client, pairs_file, tmp_path):
-    seen = []
-    job = client.submit(pairs_file, "sft", max_length=512, title="forty pairs")
-    assert job.settings["title"] == "forty pairs"
-    done = client.watch(job.id, seen.append, check=True)
-    assert (done.state, done.summary["rows"], seen[-1]) == ("done", 40, done)
-    assert done.progress.done == done.progress.sequences == 80
-    assert client.job(job.id) == done
-    table = pq.read_table(client.result(job.id, tmp_path / "values.parquet"))
-    assert table["row"].to_pylist() == list(range(40))
-    assert table["error"].null_count == 40
-    for side in ("chosen", "rejected"):
-        found = client.lookup("sft", table[f"{side}_key"])
-        assert np.allclose(found.sums, table[f"ref_{side}_logps"].to_numpy(), rtol=1e-6)
-    assert "<html" in client.report(job.id)
-    assert {file.name for file in tmp_path.iterdir()} == {"pairs.jsonl", "values.parquet"}
 
 
 def test_the_same_file_and_settings_are_one_job_and_one_upload(client, tmp_path, pair_rows):

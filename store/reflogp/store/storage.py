@@ -138,11 +138,11 @@ def open_filesystem(
         raise
 
 
-def require_scheme(uri: str, options: dict[str, str] | None = None) -> None:
+def require_scheme(uri: str) -> None:
     """Raise UsageError for a scheme that delta-rs does not support. Whether the storage can be reached is not checked."""
     if not is_local(uri):
         with contextlib.suppress(*STORAGE_ERRORS):
-            open_filesystem(uri, options)
+            open_filesystem(uri)
 
 
 def make_folder(uri: str) -> None:

@@ -32,12 +32,12 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
     return text
 
 
-def shortened_names(names: list[str], most: int = MOST_CHARACTERS // 2) -> str:
-    """Join names, each shortened to a quarter of `most` characters, with commas, and count those that do not fit."""
+def shortened_names(names: list[str]) -> str:
+    """Join shortened names with commas, and count those that do not fit into half of MOST_CHARACTERS."""
     shown: list[str] = []
-    room = most
+    room = MOST_CHARACTERS // 2
     for name in names:
-        short = shortened(str(name), most // 4)
+        short = shortened(str(name), MOST_CHARACTERS // 8)
         room -= len(short) + 2
         if room < 0:
             return ", ".join(shown) + f" and {len(names) - len(shown)} more"
