@@ -101,10 +101,6 @@ def lookups(bounds: Bounds, long_key: bytes) -> dict[str, Heavy]:
     """
     path = f"/v1/lookup?reference={REFERENCE.reference_id}"
     arrow = {"content-type": ARROW_STREAM}
-    found = {
-        f"JSON of {what}": Heavy(path, body, (413, 422), {"content-type": JSON})
-        for what, body in json_bodies(bounds.json, "keys").items()
-    }
     key = pa.schema([pa.field("key", pa.binary(16), nullable=False)])
     one, none = pa.record_batch([_keys(1)], schema=key), pa.record_batch([_keys(0)], schema=key)
     few = min(bounds.keys, 200_000)
@@ -122,7 +118,7 @@ def lookups(bounds: Bounds, long_key: bytes) -> dict[str, Heavy]:
             (413,),
         ),
     }
-    found |= {what: Heavy(path, body, statuses, arrow) for what, (body, statuses) in arrow_bodies.items()}
+    found = {what: Heavy(path, body, statuses, arrow) for what, (body, statuses) in arrow_bodies.items()}
     times = min(2_500, bounds.keys // 400)
     again = stream_of(pa.table([pa.array([long_key] * times, pa.binary(16))], schema=key))
     found["one key again and again, with values"] = Heavy(path + "&values=true", lambda: again, (200, 413, 503), arrow)
@@ -190,19 +186,15 @@ def heavy_requests(bounds: Bounds, long_key: bytes, job: str) -> dict[tuple[str,
     def full() -> bytes:
         return b"x" * bounds.size
 
-    json_type = {"content-type": JSON}
-    submit = {
-        f"JSON of {what}": Heavy("/v1/jobs", body, (413, 422), json_type)
-        for what, body in json_bodies(min(bounds.json, 1 << 20), "dataset").items()
-    }
-    submit["a dataset"] = Heavy("/v1/jobs?reference=ref", full, (200, 201, 422), {"content-type": "text/csv"})
     ranges = {"range": "bytes=" + ",".join(f"{n}-" for n in range(4_000))}
     file = {"content-type": "application/octet-stream"}
     return {
         ("POST", "/v1/lookup"): lookups(bounds, long_key),
         ("POST", "/v1/score"): scores(bounds),
         ("POST", "/v1/completions"): completions(),
-        ("POST", "/v1/jobs"): submit,
+        ("POST", "/v1/jobs"): {
+            "a dataset": Heavy("/v1/jobs?reference=ref", full, (200, 201, 422), {"content-type": "text/csv"})
+        },
         ("PUT", "/v1/uploads/{name}"): {
             "a file": Heavy("/v1/uploads/a.jsonl", full, (200, 201), file),
             "a chunked file": Heavy("/v1/uploads/b.parquet", full, (200, 201), file, chunked=True),

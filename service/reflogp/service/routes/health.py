@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field
 from reflogp.service.auth import requires
 from reflogp.service.context import Context
 from reflogp.service.ledger_file import LedgerError
+from reflogp.service.models import JOB_STATES
 from reflogp.service.pool import Pool, WorkerHandle, own_memory
 from reflogp.service.problems import Problem, documented
 
@@ -70,16 +71,24 @@ def health_router(context: Context, pool: Pool) -> APIRouter:
     )
     async def metrics() -> Response:
         """Return metrics about jobs, sequences, tokens, the queue, latencies, workers, the job ledger and memory."""
-        jobs = None
-        with suppress(LedgerError):
-            jobs = await to_thread.run_sync(context.ledger.counts)
-        ledger, workers = context.ledger, pool.workers
-        context.metrics.set_ledger(ledger.trouble is None, ledger.failures, context.scheduler.unrecorded)
-        busy = {worker.number: worker.doing for worker in workers}
-        context.metrics.set_workers(sum(w.ready for w in workers), sum(w.answering for w in workers), busy)
-        memory = {"service": own_memory(), **{f"worker {worker.number}": worker.memory_bytes for worker in workers}}
-        text = context.metrics.text(jobs, context.online.queued_tokens(), memory)
-        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+        gauges, ledger = context.metrics, context.ledger
+        with suppress(LedgerError):  # the gauges then stay unchanged
+            jobs = await to_thread.run_sync(ledger.counts)
+            for state in JOB_STATES:
+                gauges.jobs.labels(state).set(jobs.get(state, 0))
+        gauges.ledger_works.set(ledger.trouble is None)
+        gauges.ledger_failures.set(ledger.failures)
+        gauges.unrecorded.set(context.scheduler.unrecorded)
+        gauges.online_tokens.set(context.online.queued_tokens())
+        gauges.workers_ready.set(sum(worker.ready for worker in pool.workers))
+        gauges.workers_answering.set(sum(worker.answering for worker in pool.workers))
+        gauges.memory.labels("service").set(own_memory())
+        for worker in pool.workers:
+            gauges.memory.labels(f"worker {worker.number}").set(worker.memory_bytes)
+            for at in ("load", "pass"):
+                seconds = worker.doing[1] if worker.doing is not None and worker.doing[0] == at else 0.0
+                gauges.busy.labels(str(worker.number), at).set(seconds)
+        return Response(gauges.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return router
 
