@@ -16,7 +16,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset
 from reflogp.scoring.reports.outliers import robust_z_by_length
-from reflogp.scoring.reports.sketches import NEAR, RUN_TOKENS, Sketches, shared_starts, similarities, similarity
+from reflogp.scoring.reports.similarity import shared_starts, similarities, similarity
 from reflogp.scoring.reports.truncation import Lengths, cut, cuts, max_length_for_share
 from reflogp.store import Store, describe_reference, sequence_keys
 from reflogp.store.keys import list_lengths, token_lists
@@ -114,7 +114,7 @@ def test_accuracy_and_coverage_are_those_of_the_stored_values(run, report, refer
     assert summary["accuracy_per_token"] == np.mean([chosen > rejected for chosen, rejected in means])
     margins = [chosen - rejected for chosen, rejected in sums]
     assert f"<dd>{np.median(margins):+.2f}</dd>".replace("-", "−") in page
-    assert all(f'id="{chart}-title"' in page for chart in ("logps", "length", "margins", "margins-per-token"))
+    assert all(f'id="{chart}-title"' in page for chart in ("logps", "margins", "margins-per-token"))
 
 
 def collated(rows, max_length, mode):
@@ -179,52 +179,17 @@ def test_similarity_is_the_longest_common_subsequence():
     assert similarity([], []) == 1.0
 
 
-def test_near_repeats_are_those_that_share_most_runs_of_tokens():
-    rows = random_pairs(300)
-    start = list(range(200))  # a system prompt, longer than all the rest
-    numbers = random.Random(5)
-    near = {}
-    for later, earlier in ((250, 7), (260, 8), (270, 9), (280, 250)):
-        rows[later] = {name: list(ids) for name, ids in rows[earlier].items()}
-        rows[later]["chosen_ids"][5] = 901
-        near[later] = earlier
-    for at in range(100, 110):  # the same completions under prompts that differ, and prompts that are the same
-        rows[at] = {**rows[10], "prompt_ids": [numbers.randrange(900) for _ in range(30)]}
-        rows[at + 10] = {**rows[at + 10], "prompt_ids": rows[11]["prompt_ids"]}
-    sketches = Sketches()
-    for part in (rows[:40], rows[40:]):
-        sketches.add(
-            token_lists([start + row["prompt_ids"] for row in part]),
-            [token_lists([row[name] for row in part]) for name in ("chosen_ids", "rejected_ids")],
-        )
-    found = sketches.near(np.zeros(len(rows), bool))
-
-    def runs(ids):
-        return {tuple((ids + [None] * RUN_TOKENS)[i : i + RUN_TOKENS]) for i in range(len(ids))}
-
-    for *pair, prompts, completions in zip(found.first, found.second, found.prompts, found.completions, strict=True):
-        sides = [runs(rows[at]["chosen_ids"]) | runs(rows[at]["rejected_ids"]) for at in pair]
-        truth = len(sides[0] & sides[1]) / len(sides[0] | sides[1])
-        assert completions == pytest.approx(truth, abs=0.2)
-        assert min(prompts, completions) >= NEAR
-    assert {*found.second} == near.keys()
-    repeats = np.zeros(len(rows), bool)
-    repeats[250] = True
-    assert 250 not in {*sketches.near(repeats).first, *sketches.near(repeats).second}
-
-
 def test_repeats_swaps_and_pairs_without_a_difference_are_counted(report, stored, tmp_path):
     rows = random_pairs(120)
     swapped = {**rows[3], "chosen_ids": rows[3]["rejected_ids"], "rejected_ids": rows[3]["chosen_ids"]}
-    nearly = {**rows[6], "chosen_ids": [*rows[6]["chosen_ids"][:-1], 7]}
     alike = {**rows[9], "rejected_ids": [*rows[9]["chosen_ids"], 11]}
-    rows += [rows[4], rows[5], rows[5], swapped, nearly, {**rows[8], "rejected_ids": rows[8]["chosen_ids"]}, alike]
+    rows += [rows[4], rows[5], rows[5], swapped, {**rows[8], "rejected_ids": rows[8]["chosen_ids"]}, alike]
     stored(rows)
     _, summary, page = report(write_rows(tmp_path / "d.jsonl", rows))
     assert (summary["exact_duplicates"], summary["contrary"], summary["identical"]) == (3, 2, 1)
-    assert (summary["near_duplicates"], summary["alike"]) == (1, 1)
-    assert "3 of 127 pairs (2.3%) repeat an earlier pair token for token" in page
-    assert "Rows 6 and 124" in page and "Row 126" in page
+    assert summary["alike"] == 1
+    assert "3 of 126 pairs (2.3%) repeat an earlier pair token for token" in page
+    assert "Row 125" in page
 
 
 def test_what_stands_out_is_found_and_shown(report, stored, tmp_path):
@@ -346,7 +311,7 @@ def hostile(report, stored, reference_folder, tokenizer, tmp_path):
     name = f"<img src=x onerror=alert(9)>\u202e{'long' * 40}.jsonl"
     code, summary, page = report(write_rows(tmp_path / name, rows), model=folder)
     assert (code, summary["bad_rows"]) == (MISSES, 1)
-    assert summary["outliers"] and summary["near_duplicates"]
+    assert summary["outliers"]
     return tmp_path / "report" / "index.html", page
 
 
@@ -422,4 +387,4 @@ def test_memory_grows_by_a_few_hundred_bytes_a_row(reference_folder, stored, tmp
     ran = subprocess.run([*map(str, command)], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert ran.returncode == DONE, ran.stderr
     few, many = map(int, ran.stderr.split())
-    assert many - few < 40, (few, many)  # 256 bytes of sketch a row and some buffers; the rows as Python lists take 60
+    assert many - few < 40, (few, many)  # some buffers; the rows as Python lists take 60

@@ -29,8 +29,7 @@ from reflogp.store import Snapshot
 from reflogp.store.files import write_atomically
 from reflogp.store.windows import TrainerSettings, check_truncation
 
-#: The page shows at most this many examples of each kind of outlier, this many pairs whose completions hardly differ, and this
-#: many near duplicates (each with the earlier example that it nearly repeats).
+#: The page shows at most this many examples of each kind of outlier, and this many pairs whose completions hardly differ.
 _SHOWN = 4
 #: The page shows at most this many pairs with the lowest margins of implicit rewards.
 _LOWEST = 10
@@ -119,11 +118,10 @@ def make_page(
         *findings.outlier_findings(outliers, summary.with_values),
     ]
     said.sort(key=lambda finding: ("fix", "check", "fact", "good").index(finding.kind))
-    near = {*duplicates.near_pairs.first.tolist(), *duplicates.near_pairs.second.tolist()}
     farthest = {place for kind in outliers for place, _ in kind.worst}
     compared = [place for place, _ in duplicates.alike_pairs]
     lowest = [place for place, _ in comparison.lowest] if comparison else []
-    shown = read_shown({*near, *farthest, *lowest, *compared}, compared, collected, only, tokenizer, snapshot, settings)
+    shown = read_shown({*farthest, *lowest, *compared}, compared, collected, only, tokenizer, snapshot, settings)
     content = Content(
         data=data,
         model=model,
@@ -146,8 +144,8 @@ def make_page(
     if comparison:
         summary.versus_missing, summary.implicit_reward_accuracy = comparison.missing, comparison.accuracy
         summary.versus_reference_id = comparison.versus.snapshot.reference_id
-    summary.exact_duplicates, summary.near_duplicates = duplicates.exact, duplicates.near
-    summary.contrary, summary.identical, summary.alike = duplicates.contrary, duplicates.identical, duplicates.alike
+    summary.exact_duplicates, summary.contrary = duplicates.exact, duplicates.contrary
+    summary.identical, summary.alike = duplicates.identical, duplicates.alike
     summary.outliers = {kind.name: kind.count for kind in outliers}
     summary.truncation = [asdict(one) for one in content.cuts]
     summary.findings = [asdict(finding) for finding in said]

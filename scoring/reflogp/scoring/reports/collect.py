@@ -1,8 +1,7 @@
 """Collect a few statistics for each example in one pass over a dataset, and count the examples without log-probs.
 
 Rows are tokenized and truncated, and keys are computed, in the same way as in scoring and in the module `joining`. Text and
-tokens are not kept, so an example takes only about 100 bytes of memory, plus 256 bytes for its two MinHash sketches (see the
-module `sketches`).
+tokens are not kept, so an example takes only about 100 bytes of memory.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy.typing as npt
 
 from reflogp.scoring.data.tokenize import TokenizedRows
 from reflogp.scoring.data.tokenized import RowCount, TokenizedWindows
-from reflogp.scoring.reports.sketches import Sketches, shared_starts, similarities
+from reflogp.scoring.reports.similarity import shared_starts, similarities
 from reflogp.scoring.reports.truncation import Lengths
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.score import EMPTY_COMPLETION, NAMED_ROWS
@@ -81,7 +80,6 @@ class ReportSummary:
         exact_duplicates: number of examples that exactly repeat an earlier example (`Duplicates.exact`).
         contrary: number of examples that also occur with the opposite preference (`Duplicates.contrary`).
         identical: number of pairs whose completions are the same (`Duplicates.identical`).
-        near_duplicates: estimated number of examples that nearly repeat an earlier example (`Duplicates.near`).
         alike: number of pairs whose completions hardly differ but are not identical.
         outliers: dict from each kind of outlier, such as "very unlikely completions", to its number of examples. Kinds without
             examples are left out.
@@ -112,7 +110,6 @@ class ReportSummary:
     exact_duplicates: int = 0
     contrary: int = 0
     identical: int = 0
-    near_duplicates: int = 0
     alike: int = 0
     outliers: dict[str, int] = field(default_factory=dict)
     truncation: list[dict[str, Any]] = field(default_factory=list)
@@ -150,10 +147,9 @@ class Collected:
             and "completion" for other examples.
         shared: number of leading tokens that chosen and rejected have in common, int32 (n,); None if the examples are not
             pairs.
-        similarity: similarity of chosen and rejected (see `sketches.similarities`), float32 (n,). A similarity below ALIKE is
+        similarity: similarity of chosen and rejected (see `similarity.similarities`), float32 (n,). A similarity below ALIKE is
             replaced by 0. None if the examples are not pairs.
         labels: 1 for desirable, 0 for undesirable, or NO_LABEL, int8 (n,); None for pairs.
-        sketches: MinHash sketches for finding near duplicates.
         summary: the numbers of rows and examples, and the coverage.
         problems: (row number, reason) for the first hundred bad rows.
         bare: number of examples without a prompt. In an example without a prompt, the first completion token is only context
@@ -167,7 +163,6 @@ class Collected:
     shared: npt.NDArray[np.int32] | None
     similarity: npt.NDArray[np.float32] | None
     labels: npt.NDArray[np.int8] | None
-    sketches: Sketches
     summary: ReportSummary
     problems: list[tuple[int, str]]
     bare: int
@@ -184,7 +179,7 @@ class Collector:
     """Collects the statistics of examples, window by window."""
 
     def __init__(self) -> None:
-        self._summary, self._sketches = ReportSummary(), Sketches()
+        self._summary = ReportSummary()
         self._problems: list[tuple[int, str]] = []
         self._parts: list[dict[str, npt.NDArray[Any]]] = []
 
@@ -210,7 +205,7 @@ class Collector:
         summary.dropped_rows += int(join.dropped.sum())
         self.add_bad_rows(window.last_row, problems)
         if len(table):
-            self._parts.append(_numbers(window, found, join, other, usable, self._sketches))
+            self._parts.append(_numbers(window, found, join, other, usable))
         return problems
 
     def add_bad_rows(self, last_row: int, problems: dict[int, str]) -> None:
@@ -238,7 +233,6 @@ class Collector:
             numbers.get("shared"),
             numbers.get("similarity"),
             numbers.get("labels"),
-            self._sketches,
             summary,
             self._problems,
             int(numbers["bare"].sum()),
@@ -274,14 +268,11 @@ def collect(
     return collector.collected(name)
 
 
-def _numbers(
-    window: TokenizedRows, found: Found, join: Join, other: Join | None, usable: Bools, sketches: Sketches
-) -> dict[str, npt.NDArray[Any]]:
+def _numbers(window: TokenizedRows, found: Found, join: Join, other: Join | None, usable: Bools) -> dict[str, npt.NDArray[Any]]:
     """Return the statistics of a window's examples, as a dict from names, such as "row" or "chosen.sums", to arrays."""
     table = window.table
     prompts = token_lists(table["prompt_ids"])
     completions = {name: token_lists(table[name]) for name in join.keys if name != "KL_completion_ids"}
-    sketches.add(prompts, list(completions.values()))
     columns = {"row": table["row"].to_numpy(), "usable": usable, "prompts": list_lengths(prompts)}
     columns["bare"] = (columns["prompts"] == 0) & ~join.dropped
     lowest = _lowest(join, found)

@@ -1,4 +1,4 @@
-"""Find exact duplicates and opposite preferences by comparing keys, and near duplicates by comparing MinHash sketches."""
+"""Find duplicates and opposite preferences by comparing keys, and pairs whose completions hardly differ."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from reflogp.scoring.data.tokenize import NO_LABEL
 from reflogp.scoring.reports.collect import ALIKE, Collected
-from reflogp.scoring.reports.sketches import NearPairs
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
@@ -28,26 +27,19 @@ class Duplicates:
         contrary: number of examples that also occur with the opposite preference, that is, with chosen and rejected swapped or
             with the opposite label.
         identical: number of pairs whose chosen and rejected sequences are the same.
-        near: estimated number of examples that nearly repeat an earlier example, not counting exact duplicates.
-        near_pairs: the most similar near duplicates, each with the earlier example that it nearly repeats.
         alike: number of pairs whose completions hardly differ but are not identical.
         alike_pairs: the most similar of these pairs, as (index, similarity).
-        sketched: number of examples at the beginning of the dataset that were searched for near duplicates. Later examples were
-            not searched.
     """
 
     exact: int
     contrary: int
     identical: int
-    near: int
-    near_pairs: NearPairs
     alike: int
     alike_pairs: list[tuple[int, float]]
-    sketched: int
 
 
 def find_duplicates(collected: Collected, shown: int) -> Duplicates:
-    """Count duplicates. At most `shown` near duplicates and `shown` pairs whose completions hardly differ are returned."""
+    """Count duplicates. At most `shown` pairs whose completions hardly differ are returned."""
     keys = [side.keys for side in collected.sides.values()]
     if collected.pairs:
         chosen, rejected = keys
@@ -63,28 +55,13 @@ def find_duplicates(collected: Collected, shown: int) -> Duplicates:
     alike = alike[np.argsort(-similarity[alike], kind="stable")]
     repeats = np.ones(len(whole), bool)
     repeats[np.unique(whole, return_index=True)[1]] = False
-    near = _with_different_sides(collected, collected.sketches.near(repeats))
-    best = np.unique(near.second, return_index=True)[1]  # the most similar earlier example of each
     return Duplicates(
         int(repeats.sum()),
         int(contrary.sum()),
         int(identical.sum()),
-        len(best),
-        near[np.sort(best)[:shown]],
         len(alike),
         [(int(place), float(similarity[place])) for place in alike[:shown]],
-        collected.sketches.count,
     )
-
-
-def _with_different_sides(collected: Collected, near: NearPairs) -> NearPairs:
-    """Drop each pair whose two examples have the same sequences, with chosen and rejected swapped or with different labels.
-
-    Opposite preferences are counted in `Duplicates.contrary`.
-    """
-    keys = [side.keys for side in collected.sides.values()]
-    sides = np.sort(np.stack(keys), 0)
-    return near[(sides[:, near.first] != sides[:, near.second]).any(0)]
 
 
 def _mixed(first: Uint64s, second: Uint64s) -> Uint64s:

@@ -16,9 +16,6 @@ _BINS = 40
 #: Values farther away are counted in the first and last bars. Charts of margins always include zero, even if it is farther.
 _FARTHEST = 6.0
 _MAD_TO_DEVIATION = 1.4826
-_COLUMNS, _LINES = 32, 22
-#: The median of a column of the length chart is drawn only if the column contains at least this many completions.
-_MEDIAN_OF = 5
 
 Floats = npt.NDArray[np.float64]
 
@@ -41,32 +38,12 @@ class Histograms:
 
 
 @dataclass(frozen=True)
-class Density:
-    """A two-dimensional histogram of completions.
-
-    Attributes:
-        lengths: edges of the columns, as log2 of the number of tokens.
-        means: edges of the rows, in nats per token.
-        counts: number of completions in each cell, indexed by column and then by row.
-        medians: median of the mean log-probs in each column; None for a column with too few completions.
-        correlation: Spearman's rank correlation between length and mean log-prob; 0 if all lengths or all means are equal.
-    """
-
-    lengths: list[float]
-    means: list[float]
-    counts: list[list[int]]
-    medians: list[float | None]
-    correlation: float
-
-
-@dataclass(frozen=True)
 class Figures:
     """The data for all charts. For KTO, `margins` and `margins_per_token` are None."""
 
     logps: Histograms
     margins: Histograms | None
     margins_per_token: Histograms | None
-    density: Density
 
 
 def make_figures(collected: Collected) -> Figures | None:
@@ -78,14 +55,12 @@ def make_figures(collected: Collected) -> Figures | None:
         [means] = series.values()
         series = by_label(means, collected.labels[good])
     logps = histograms(series)
-    tokens = np.concatenate([side.tokens[good] for side in collected.sides.values()])
-    density = _density(tokens, np.concatenate([side.means()[good] for side in collected.sides.values()]))
     if not collected.pairs:
-        return Figures(logps, None, None, density)
+        return Figures(logps, None, None)
     chosen, rejected = collected.sides.values()
     margins = histograms({"pairs": (chosen.sums - rejected.sums)[good]}, zero=True)
     per_token = histograms({"pairs": (chosen.means() - rejected.means())[good]}, zero=True)
-    return Figures(logps, margins, per_token, density)
+    return Figures(logps, margins, per_token)
 
 
 def by_label(values: Floats, labels: npt.NDArray[np.int8]) -> dict[str, Floats]:
@@ -113,30 +88,9 @@ def _bounds(values: Floats) -> tuple[float, float]:
     return max(float(values.min()), middle - reach), min(float(values.max()), middle + reach)
 
 
-def _density(tokens: npt.NDArray[np.int32], means: Floats) -> Density:
-    logs = np.log2(np.maximum(tokens, 1))
-    columns = _edges(float(logs.min()), float(logs.max()), _COLUMNS)
-    low, high = _bounds(means)
-    clipped = np.clip(means, low, high)
-    lines = _edges(low, high, _LINES)
-    counts, _, _ = np.histogram2d(logs, clipped, [columns, lines])
-    column = np.clip(np.digitize(logs, columns) - 1, 0, _COLUMNS - 1)
-    order = np.argsort(column, kind="stable")
-    parts = np.split(means[order], np.searchsorted(column[order], np.arange(1, _COLUMNS)))
-    medians = [float(np.median(part)) if len(part) >= _MEDIAN_OF else None for part in parts]
-    return Density(columns.tolist(), lines.tolist(), counts.astype(int).tolist(), medians, _spearman(tokens, means))
-
-
 def _edges(low: float, high: float, count: int) -> Floats:
     """Return the edges of `count` bars from low to high; if the two are equal, of bars around them."""
     return np.linspace(low, high, count + 1) if high > low else np.linspace(low - 0.5, high + 0.5, count + 1)
-
-
-def _spearman(left: npt.NDArray[np.int32], right: Floats) -> float:
-    first, second = mean_ranks(left), mean_ranks(right)
-    if first.min() == first.max() or second.min() == second.max():
-        return 0.0
-    return float(np.corrcoef(first, second)[0, 1])
 
 
 def mean_ranks(values: npt.NDArray[np.int32] | Floats) -> Floats:

@@ -260,10 +260,7 @@ def duplicate_findings(duplicates: Duplicates, examples: int, noun: str) -> list
                 f"{_of(duplicates.exact, examples, noun)} {_repeat(duplicates.exact)} an earlier {noun} token for token.",
             )
         )
-    if duplicates.near:
-        text = f"An estimated {_of(duplicates.near, examples, noun)} nearly {_repeat(duplicates.near)} an earlier {noun}."
-        found.append(Finding("check", text))
-    return found or [Finding("good", f"No duplicate or near-duplicate {noun}s were found.")]
+    return found or [Finding("good", f"No duplicate {noun}s were found.")]
 
 
 def outlier_findings(kinds: list[OutlierKind], with_values: int) -> list[Finding]:

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from reflogp.scoring.reports.chart_frame import STYLE
+from reflogp.scoring.reports.charts import STYLE
 from reflogp.service.auth import SIGNED_IN_SECONDS, cookie_name, entry_of, require_scope, signed_in
 from reflogp.service.bodies import read_body, require_type
 from reflogp.service.context import Context
