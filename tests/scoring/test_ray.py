@@ -9,14 +9,17 @@ import time
 
 import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
-from reflogp.scoring.on_ray.cluster import connected, require_visible
-from reflogp.scoring.on_ray.workers import ClusterWorkers
-from reflogp.store import UsageError, describe_reference
+from reflogp.scoring.on_ray.cluster import connected
+from reflogp.scoring.on_ray.workers import ClusterWorkers, NodeWorker
+from reflogp.store import Store, UsageError, describe_reference
 from tests.conftest import write_rows
 from tests.scoring.spread_runs import Runs, odd_rows
+from tests.scoring.test_top_k_runs import K, require_right
 from tests.scoring.watching import Watching
 from tests.service.serving import token_rows
 from tests.vision_models import make, pairs_with_files
@@ -97,12 +100,24 @@ def test_a_node_that_has_another_model_or_store_is_refused(cluster, score, tmp_p
     watching.read = lambda rows: shutil.rmtree(model)
     with pytest.raises(UsageError, match=r"on node [0-9.]+ \(\w+\): .*model"):
         score(file, model=model, watcher=watching)
-    with pytest.raises(EngineError, match="use a folder on a filesystem that all nodes share"):
-        require_visible(str(tmp_path / "elsewhere" / "probe"))
+    reference = describe_reference(str(reference_folder), "float32")
+    with pytest.raises(EngineError, match="use a folder on a filesystem that all machines share"):
+        NodeWorker(str(reference_folder), None, reference, EngineChoice(device="cpu"), str(tmp_path / "none"), 1).prepare()
+
+
+def test_the_most_probable_tokens(cluster, reflogp, reference_folder, tmp_path):
+    rows = token_rows(12, seed=4)
+    file, store = write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "store"
+    options = ("--store", store, "--dtype", "float32", "--device", "cpu", "--top-k", K, "--json")
+    code, out, err = reflogp("score", "--ray", cluster.address, "--ray-workers", 2, reference_folder, file, *options)
+    assert code == 0, err
+    assert json.loads(out.splitlines()[-1])["scored"] == 24
+    model = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32).eval()
+    require_right(Store(store).top_table(Store(store).references()[0], K), rows, model)
 
 
 def test_the_command_line_goes_on_after_an_interrupt(cluster, reflogp, reference_folder, tmp_path):
-    file = write_rows(tmp_path / "rows.jsonl", token_rows(600, seed=7))
+    file = write_rows(tmp_path / "rows.jsonl", token_rows(2000, seed=7))
     numerics = ["--dtype", "float32", "--token-budget", "256", "--device", "cpu"]
     rest = [reference_folder, file, "--store", tmp_path / "store", *numerics]
     arguments = ["score", "--ray", cluster.address, *map(str, rest)]
@@ -118,7 +133,7 @@ def test_the_command_line_goes_on_after_an_interrupt(cluster, reflogp, reference
     code, out, _ = reflogp("score", "--ray", *rest, "--ray-workers", 2, "--json")  # this process is connected to the cluster
     summary = json.loads(out.splitlines()[-1])
     assert (code, summary["workers"]) == (0, 2)
-    assert 8 <= summary["hits"] < 1200 == summary["hits"] + summary["scored"]
+    assert 8 <= summary["hits"] < 4000 == summary["hits"] + summary["scored"]
 
 
 def test_no_cluster_at_an_address_is_said_at_once(reference_folder, tmp_path):

@@ -1,8 +1,4 @@
-"""Connect to a Ray cluster or start Ray on this machine, and describe the cluster's resources and errors as text.
-
-To check that all nodes share a folder, the run or the service writes a temporary file to the folder (`probe`), and each worker
-checks that its node sees the file (`require_visible`).
-"""
+"""Connect to a Ray cluster or start Ray on this machine, and describe the cluster's resources and errors as text."""
 
 from __future__ import annotations
 
@@ -10,17 +6,14 @@ import logging
 import os
 import re
 import socket
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
 from reflogp.scoring.engines import EngineChoice
-from reflogp.scoring.errors import EngineError
 from reflogp.store import UsageError
 from reflogp.store.texts import counted, first_line
 
@@ -92,7 +85,6 @@ def default_workers(choice: EngineChoice) -> int:
 
 
 def resources_of(choice: EngineChoice) -> dict[str, float]:
-    """Return the resources that a worker needs, as options for a Ray actor."""
     return {"num_gpus": choice.gpus(), "num_cpus": 0} if choice.gpus() else {"num_gpus": 0, "num_cpus": 1}
 
 
@@ -103,7 +95,6 @@ def describe_cluster() -> str:
 
 
 def this_node() -> str:
-    """Return the name of the node that this actor runs on: its IP address and a shortened node id."""
     return f"{ray.util.get_node_ip_address()} ({ray.get_runtime_context().get_node_id()[:8]})"
 
 
@@ -114,28 +105,3 @@ def reason_of(error: RayError) -> str:
     if isinstance(error, ActorDiedError) and not error.actor_init_failed:
         return "the worker's process was killed or crashed"
     return first_line(error)
-
-
-@contextmanager
-def probe(folder: Path) -> Iterator[str]:
-    """Write a temporary file to a folder for the duration of the block, and yield the file's path.
-
-    Raises EngineError if the file cannot be written.
-    """
-    file = folder / f"probe-{uuid.uuid4()}"
-    try:
-        file.write_bytes(b"reflogp")
-    except OSError as error:
-        raise EngineError(f"{folder} cannot be written: {error.strerror}") from error
-    try:
-        yield str(file)
-    finally:
-        file.unlink(missing_ok=True)
-
-
-def require_visible(file: str) -> None:
-    """Raise EngineError if this node does not see the temporary file that `probe` wrote."""
-    if not Path(file).is_file():
-        raise EngineError(
-            f"{Path(file).parent} is not shared with this node: use a folder on a filesystem that all nodes share"
-        )

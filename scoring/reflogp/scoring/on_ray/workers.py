@@ -18,16 +18,14 @@ from reflogp.scoring.on_ray.cluster import (
     default_workers,
     describe_cluster,
     on_workers,
-    probe,
     reason_of,
-    require_visible,
     resources_of,
     this_node,
 )
 from reflogp.scoring.runs.scheduler import Worker, settle
 from reflogp.scoring.runs.units import IN_FLIGHT, ScoringWorker
 from reflogp.store import Reference
-from reflogp.store.storage import is_local, split_table_uri
+from reflogp.store.storage import split_table_uri
 from reflogp.store.texts import counted
 from reflogp.store.top import ValuesTable
 
@@ -37,21 +35,8 @@ _SAID_SECONDS, _PLACE_SECONDS = 60.0, 600.0
 
 
 class NodeWorker(ScoringWorker):
-    """A ScoringWorker that reports the node it runs on, and checks that this node sees the folder of the run's table."""
-
     def place(self) -> str:
         return f"node {this_node()}"
-
-    def prepare_here(self, file: str | None) -> dict[str, Any]:
-        """Load the engine and open the store; see `prepare`.
-
-        Args:
-            file: path of the temporary file that the run wrote to the table's folder, or None if the table is not in a local
-                folder.
-        """
-        if file is not None:
-            require_visible(file)
-        return self.prepare()
 
 
 class ClusterWorkers:
@@ -77,26 +62,20 @@ class ClusterWorkers:
         folder = Path(model).expanduser()
         self._made_of = (str(folder.absolute()) if folder.is_dir() else model, revision, reference, choice)
         self._resources = resources_of(choice)
-        self._table_folder = ""
+        self._store = ""
         self._without_since: float | None = None
         self._said = False
 
     def open(self, table: ValuesTable) -> None:
-        self._table_folder = table.uri
+        self._store, _ = split_table_uri(table.uri)
 
     def begin(self, have: int, is_any_placed: bool) -> list[Worker]:
-        """Start the missing workers; see Workers.begin.
-
-        A worker that Ray has not placed yet does not count as missing. If no worker is placed, this method warns once after a
-        minute, and raises EngineError after ten minutes. Ray does not report whether a worker is waiting for resources or
-        for its process to start; therefore, only the time is measured.
-        """
+        """Start the missing workers; see Workers.begin."""
         self._require_places(is_any_placed)
-        store, _ = split_table_uri(self._table_folder)
         actor_class: Any = ray.remote(NodeWorker)  # Ray's type hints lack `options` and NodeWorker's methods
         lives = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": IN_FLIGHT + 2}
         placed = actor_class.options(**self._resources, **lives)
-        return [_RayWorker(placed.remote(*self._made_of, store, 1), self._table_folder) for _ in range(self.count - have)]
+        return [_RayWorker(placed.remote(*self._made_of, self._store, 1)) for _ in range(self.count - have)]
 
     def _require_places(self, is_any_placed: bool) -> None:
         now = time.monotonic()
@@ -115,19 +94,14 @@ class ClusterWorkers:
 
 
 class _RayWorker:
-    def __init__(self, actor: Any, table_folder: str) -> None:
+    def __init__(self, actor: Any) -> None:
         self._actor = actor
-        self._table_folder = table_folder
-        self._probe = contextlib.ExitStack()
 
     def place(self) -> Future[str]:
         return _future(self._actor.place.remote())
 
     def prepare(self) -> Future[dict[str, Any]]:
-        file = self._probe.enter_context(probe(Path(self._table_folder))) if is_local(self._table_folder) else None
-        prepared = _future(self._actor.prepare_here.remote(file))
-        prepared.add_done_callback(lambda _: self._probe.close())
-        return prepared
+        return _future(self._actor.prepare.remote())
 
     def score(self, content: bytes, again: bool) -> Future[dict[str, Any]]:
         return _future(self._actor.score.remote(content, again))
@@ -139,7 +113,6 @@ class _RayWorker:
         return _future(self._actor.progress.remote())
 
     def end(self) -> None:
-        self._probe.close()
         with contextlib.suppress(RayError):
             ray.kill(self._actor)
 

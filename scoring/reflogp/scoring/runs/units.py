@@ -28,7 +28,15 @@ from reflogp.scoring.runs.pipeline import ScoringPipeline
 from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages, TokenCounts, picture_files
 from reflogp.scoring.vision import VisionProcessor, load_processor
 from reflogp.scoring.wire import SentSequence, decode_sequences, encode_sequences, sent_images
-from reflogp.store import Reference, Store, UsageError, describe_reference, resolve_model
+from reflogp.store import (
+    Reference,
+    ReferenceNotFoundError,
+    Store,
+    StoreNotFoundError,
+    UsageError,
+    describe_reference,
+    resolve_model,
+)
 from reflogp.store.images import pixel_digest
 from reflogp.store.top import ValuesSnapshot, ValuesTable
 
@@ -115,15 +123,7 @@ class VisionCache:
         self._lock = threading.Lock()
 
     def find(self, folder: str | None, settings: bytes) -> VisionProcessor:
-        """Return the processor with these settings.
-
-        The processor is loaded from `folder` if that folder exists on this machine and contains a processor with these
-        settings. Otherwise, the processor is loaded from the model's folder.
-
-        Raises:
-            UsageError: neither folder has a processor with these settings.
-            TokenizerError: a processor was found, but it cannot be loaded.
-        """
+        """Return the processor with these settings."""
         with self._lock:
             for place in [folder, self._model]:
                 if settings in self._loaded:
@@ -276,6 +276,7 @@ class ScoringWorker:
 
         Raises:
             UsageError: the model is not found on this machine, or its weights differ from those of the reference.
+            EngineError: the run's store is not there.
             ReflogpError: the store or the engine cannot be used on this machine.
         """
         os.environ.update(growing_segments(os.environ))  # torch reads these variables when it first uses the GPU
@@ -289,7 +290,14 @@ class ScoringWorker:
                 f"{self.model} is a different model on this worker's machine: reference {found.reference_id}, "
                 f"not {wanted.reference_id}; use the same weights on every machine"
             )
-        table = Store(self.store).values_table(wanted, self.choice.top_k)
+        store = Store(self.store)
+        try:
+            store[wanted]  # the run has created it
+        except (StoreNotFoundError, ReferenceNotFoundError) as error:
+            raise EngineError(
+                f"the store {store.uri} is not shared with this machine: use a folder on a filesystem that all machines share"
+            ) from error
+        table = store.values_table(wanted, self.choice.top_k)
         vision = VisionCache(str(folder), self.choice.trust_remote_code)
         self._units = units = UnitScorer(self.choice.make(str(folder), wanted), table, vision)
         return units.provenance
