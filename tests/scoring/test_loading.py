@@ -192,50 +192,25 @@ def test_bytes_needed_are_those_of_the_loaded_model(name, dtype, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "free", "total", "gpus", "heads", "says", "says_not"),
+    ("dtype", "free", "total", "says"),
     [
-        (
-            "bfloat16",
-            10,
-            80,
-            8,
-            32,
-            ["in bfloat16: it needs 18.", "GiB for weights", "only 11.0 GiB are free", "--engine vllm --tensor-parallel 2"],
-            ["on a machine with"],
-        ),
-        ("bfloat16-autocast", 10, 80, 8, 32, ["--engine vllm --tensor-parallel 2 --dtype bfloat16"], []),
-        ("float32", 10, 80, 8, 32, ["--tensor-parallel 4"], []),
-        (
-            "float32",
-            25,
-            80,
-            1,
-            32,
-            [
-                "--dtype bfloat16 (the model then needs 18.",
-                "--tensor-parallel 2 on a machine with 2 such GPUs (this machine has 1)",
-                "ending the other processes that use this memory",
-            ],
-            [],
-        ),
-        ("float32", 25, 26, 1, 32, ["--dtype bfloat16"], ["ending the other processes"]),
-        ("bfloat16", 4, 80, 8, 2, ["ending the other processes that use this memory"], ["--tensor-parallel"]),
-        ("bfloat16", 19, 80, 8, 32, [], []),
+        ("bfloat16", 10, 80, ["needs 18.", "GiB for weights", "11.0 GiB are free", "--tensor-parallel", "ending the other"]),
+        ("float32", 25, 26, ["--dtype bfloat16 (the model then needs 18.", "--tensor-parallel"]),
+        ("bfloat16-autocast", 10, 80, ["ending the other"]),
+        ("bfloat16", 19, 80, []),
     ],
 )
-def test_a_refusal_names_what_is_needed_what_is_free_and_what_works(
-    dtype, free, total, gpus, heads, says, says_not, tmp_path, monkeypatch
-):
+def test_a_refusal_names_what_is_needed_what_is_free_and_what_works(dtype, free, total, says, tmp_path, monkeypatch):
     """A model of 20 GB in bfloat16 and 40 GB in float32; torch holds 1 GiB of the GPU, which it does not use."""
-    sparse_checkpoint(tmp_path, 5_000_000_000, 4, num_attention_heads=heads, num_key_value_heads=heads)
+    sparse_checkpoint(tmp_path, 5_000_000_000, 4)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free * GIB, total * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 3 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: 2 * GIB)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     with pytest.raises(OutOfMemoryError) if says else contextlib.nullcontext() as caught:
         memory.require_room(read_checkpoint(tmp_path), AutoConfig.from_pretrained(tmp_path), dtype, CUDA)
-    assert all(part in str(caught and caught.value) for part in says)
-    assert not any(part in str(caught and caught.value) for part in says_not)
+    for part in ("needs 18.", "--dtype bfloat16", "--tensor-parallel", "ending the other", *says):
+        if says:
+            assert (part in str(caught.value)) == (part in " ".join(says)), part
 
 
 def test_a_checkpoint_that_does_not_fit_is_not_read(tmp_path, monkeypatch):

@@ -94,9 +94,6 @@ def free_bytes(device: torch.device) -> int:
 #: projection (such as gate or up) of all experts. The stacked gate and up projections count as 2, and the merged tensor that
 #: contains both projections counts as 2 more.
 _JOINING_COPIES = 4
-#: Fraction of each GPU's memory that vLLM uses by default (gpu_memory_utilization).
-_VLLM_SHARE = 0.9
-_MOST_GPUS = 64
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -128,8 +125,8 @@ def require_room(
         if sum(half) <= free:
             needs = f"the model then needs {_gib(sum(half))}"
             ways.append(f"--dtype bfloat16 ({needs}; the values are stored under a different reference id)")
-    if device.type == "cuda" and (way := _spread(checkpoint, config, dtype, device, free, parameters)):
-        ways.append(way)
+    if device.type == "cuda" and not dtype.endswith("-autocast"):
+        ways.append("splitting each layer across several GPUs with --engine vllm --tensor-parallel")
     if not alone and weights + pass_bytes <= _total_bytes(device):
         ways.append("ending the other processes that use this memory")
     raise OutOfMemoryError(
@@ -180,32 +177,6 @@ def is_quantized(checkpoint: Checkpoint) -> bool:
     return any("quantization_config" in part for part in (checkpoint.config, checkpoint.config.get("text_config") or {}))
 
 
-def _spread(
-    checkpoint: Checkpoint, config: Any, dtype: str, device: torch.device, free: int, parameters: int | None
-) -> str | None:
-    """Return vLLM options that split the model across as few GPUs as possible (2, 4, 8, …); None if no number of GPUs works.
-
-    Every GPU is assumed to be of the same type as `device` and to have `free` bytes of memory. If this machine has too few
-    GPUs, the returned text also says how many are needed.
-    """
-    plain = dtype.removesuffix("-autocast")
-    weights, pass_bytes = needed_bytes(checkpoint, config, plain, device, parameters)
-    heads = getattr(config.get_text_config(), "num_attention_heads", None) or 1
-    count = 2
-    while count <= _MOST_GPUS and heads % count == 0:
-        if weights / count + pass_bytes <= _VLLM_SHARE * free:
-            there = torch.cuda.device_count()
-            wanting = "" if there >= count else f" on a machine with {count} such GPUs (this machine has {there})"
-            return (
-                "--engine vllm --tensor-parallel "
-                + str(count)
-                + (f" --dtype {plain} (the values are stored under a different reference id)" if plain != dtype else "")
-                + wanting
-            )
-        count *= 2
-    return None
-
-
 def _weights_dtype(dtype: str) -> torch.dtype:
     return torch.float32 if dtype.endswith("-autocast") else getattr(torch, dtype)
 
@@ -235,7 +206,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_errors(device: torch.device, doing: str) -> Iterator[None]:
-    """Raise OutOfMemoryError if the block runs out of memory. Other errors propagate unchanged."""
     try:
         yield
     except Exception as error:
