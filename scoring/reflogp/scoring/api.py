@@ -251,7 +251,7 @@ def report(
         model: the reference model that was passed to `score`.
         dataset: see `score`.
         store: see `score`.
-        output: folder for the report: a new folder, or a folder that contains an earlier report.
+        output: folder for the report; an earlier report in it is replaced.
         dtype: see `join`.
         max_length: the trainer's max_length; see `score`.
         truncation_mode: the trainer's truncation_mode; see `score`.
@@ -263,8 +263,8 @@ def report(
         A ReportSummary, whose `findings` are the sentences at the top of the HTML page.
 
     Raises:
-        UsageError: the model, the dataset or a setting cannot be used, or the output folder contains files that do not belong
-            to a report.
+        UsageError: the model, the dataset or a setting cannot be used, or the output folder has an index.html that is not
+            a report.
         TokenizerError, StoreError: see `score`.
         StoreNotFoundError, ReferenceNotFoundError: the store does not exist, or has no values of this model in this dtype.
 

@@ -58,7 +58,7 @@ def write_report(
         versus: a second model, with which the page compares the first.
 
     Raises:
-        UsageError: the settings are invalid, the dataset cannot be used, or `output` is a file, contains something other than a
+        UsageError: the settings are invalid, the dataset cannot be used, or `output` is a file, has an index.html that is not a
             report, or cannot be written.
         FileChangedError: a file of the dataset was changed while the report was being written.
     """
@@ -91,13 +91,7 @@ def make_page(
     model: str,
     versus: Versus | None = None,
 ) -> bytes:
-    """Return a report's page, in UTF-8. `collected.summary` is completed, except for `output` and `seconds`.
-
-    Args:
-        only: function that reads the dataset's rows with the given numbers.
-        score, settings, versus: see `write_report`.
-        data, model: names of the dataset and of the model that the page shows.
-    """
+    """Return a report's page, in UTF-8. `collected.summary` is completed, except for `output` and `seconds`."""
     max_length, truncation_mode = settings.max_length, settings.truncation_mode
     duplicates, outliers = find_duplicates(collected, _SHOWN), find_outliers(collected, _SHOWN)
     pairs = pair_preference(collected) if collected.pairs else None

@@ -176,8 +176,6 @@ class Collected:
 
 
 class Collector:
-    """Collects the statistics of examples, window by window."""
-
     def __init__(self) -> None:
         self._summary = ReportSummary()
         self._problems: list[tuple[int, str]] = []
@@ -209,7 +207,6 @@ class Collector:
         return problems
 
     def add_bad_rows(self, last_row: int, problems: dict[int, str]) -> None:
-        """Add the bad rows of a window, whose last row has the number `last_row`."""
         self._summary.rows = last_row + 1
         self._summary.bad_rows += len(problems)
         self._problems += sorted(problems.items())[: NAMED_ROWS - len(self._problems)]

@@ -40,7 +40,6 @@ class Comparison:
 
 
 def compare(collected: Collected, versus: Versus, tokenizer: PreTrainedTokenizerBase, shown: int) -> Comparison:
-    """Return the comparison, with at most `shown` of the lowest margins. `tokenizer` is the first model's."""
     ratios = [side.log_ratios for side in collected.sides.values()]
     values = ratios[0] - ratios[1] if collected.pairs else ratios[0]
     both = np.flatnonzero(~np.isnan(values))

@@ -89,7 +89,6 @@ def _bounds(values: Floats) -> tuple[float, float]:
 
 
 def _edges(low: float, high: float, count: int) -> Floats:
-    """Return the edges of `count` bars from low to high; if the two are equal, of bars around them."""
     return np.linspace(low, high, count + 1) if high > low else np.linspace(low - 0.5, high + 0.5, count + 1)
 
 
@@ -159,7 +158,6 @@ class LabelPreference:
 
 
 def pair_preference(collected: Collected) -> PairPreference | None:
-    """Return None if no pair has values."""
     good = collected.usable
     if not good.any():
         return None

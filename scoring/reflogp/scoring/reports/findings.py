@@ -6,6 +6,7 @@ A sentence must not claim more than its numbers show.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,43 +40,35 @@ class Finding:
     command: str | None = None
 
 
-def coverage_findings(collected: Collected, score: str) -> list[Finding]:
-    """Return findings about rows with and without values, bad rows, and empty prompts. `score` scores the missing rows."""
+def coverage_findings(collected: Collected, score: str) -> Iterator[Finding]:
     coverage = collected.summary
-    found = []
     if coverage.missing:
         of = f"{_of(coverage.missing, coverage.examples, 'row')} {_have(coverage.missing)} no values in this snapshot."
         others = "The log-probs below are for the other rows."
         rest = others if coverage.with_values else "The rest of this report uses no log-probs."
-        found.append(Finding("fix", f"{of} {rest} Score the missing rows:", score))
+        yield Finding("fix", f"{of} {rest} Score the missing rows:", score)
     elif coverage.with_values:
         dropped = f"; TRL drops {counted(coverage.dropped_rows, 'row')} because of max_length" if coverage.dropped_rows else ""
         text = (
             f"No values are missing: {_of(coverage.with_values, coverage.examples, 'row')} {_have(coverage.with_values)} values"
         )
-        found.append(Finding("good", f"{text}{dropped}."))
+        yield Finding("good", f"{text}{dropped}.")
     if coverage.bad_rows:
         row, problem = collected.problems[0]
-        found.append(
-            Finding(
-                "fix",
-                f"{_of(coverage.bad_rows, coverage.rows, 'row')} cannot be used. The first problem is in row {row:,}: "
-                f"{problem}. Fix or remove each bad row; up to a hundred bad rows are listed under Coverage.",
-            )
+        yield Finding(
+            "fix",
+            f"{_of(coverage.bad_rows, coverage.rows, 'row')} cannot be used. The first problem is in row {row:,}: "
+            f"{problem}. Fix or remove each bad row; up to a hundred bad rows are listed under Coverage.",
         )
     if collected.bare:
-        found.append(
-            Finding(
-                "check",
-                f"{_of(collected.bare, coverage.examples, 'row')} {_have(collected.bare)} an empty prompt. Without a prompt, "
-                "the first completion token is only context: it has no value, and TRL's loss does not use it either.",
-            )
+        yield Finding(
+            "check",
+            f"{_of(collected.bare, coverage.examples, 'row')} {_have(collected.bare)} an empty prompt. Without a prompt, "
+            "the first completion token is only context: it has no value, and TRL's loss does not use it either.",
         )
-    return found
 
 
 def value_findings(collected: Collected, vocabulary: int) -> list[Finding]:
-    """Return a finding about whether the reference predicts the completions better than uniform guessing."""
     if not collected.usable.any():
         return []
     means = np.concatenate([side.means()[collected.usable] for side in collected.sides.values()])
@@ -92,9 +85,7 @@ def value_findings(collected: Collected, vocabulary: int) -> list[Finding]:
     return [Finding("fact", f"{said}. Uniform guessing among the vocabulary's {vocabulary:,} tokens would give {_nats(even)}.")]
 
 
-def pair_findings(preference: PairPreference | None, collected: Collected) -> list[Finding]:
-    """Return findings about how often the reference prefers chosen, and about the lengths and the similarity of completions."""
-    found = []
+def pair_findings(preference: PairPreference | None, collected: Collected) -> Iterator[Finding]:
     if preference is not None:
         low, high = preference.interval()
         text = (
@@ -104,108 +95,86 @@ def pair_findings(preference: PairPreference | None, collected: Collected) -> li
         )
         if max(preference.accuracy, preference.accuracy_per_token) < _SWAPPED:
             text += "Both percentages are far below 50%. Check whether chosen and rejected are swapped."
-            found.append(Finding("fix", text))
+            yield Finding("fix", text)
         else:
             text += "50% is chance. These percentages say nothing about the quality of the data: DPO's loss compares policy "
             text += "and reference."
-            found.append(Finding("fact", text))
+            yield Finding("fact", text)
         if preference.shorter_higher is not None:
             shorter = percent(preference.shorter_higher, 1)
-            found.append(
-                Finding(
-                    "fact",
-                    f"The shorter completion has the higher sum of log-probs in {shorter} of the pairs whose completions "
-                    "differ in length. The closer this percentage is to 100%, the more the sums depend on length.",
-                )
+            yield Finding(
+                "fact",
+                f"The shorter completion has the higher sum of log-probs in {shorter} of the pairs whose completions "
+                "differ in length. The closer this percentage is to 100%, the more the sums depend on length.",
             )
         longer = preference.chosen_longer
         median = _signed(preference.median_longer)
         said = f"Chosen is longer than rejected in {percent(longer, 1)} of pairs; the median difference is {median} tokens"
         if longer >= _MUCH_LONGER:
-            found.append(
-                Finding(
-                    "check",
-                    f"{said}. Length alone predicts much of the preference: watch the length of the policy's outputs.",
-                )
+            yield Finding(
+                "check",
+                f"{said}. Length alone predicts much of the preference: watch the length of the policy's outputs.",
             )
         else:
-            found.append(Finding("fact", f"{said}."))
+            yield Finding("fact", f"{said}.")
     assert collected.similarity is not None, "pairs are compared"
     alike = int((collected.similarity >= ALIKE).sum())
     if alike:
-        found.append(
-            Finding(
-                "check" if alike >= _MUCH_ALIKE * len(collected.rows) else "fact",
-                f"In {_of(alike, len(collected.rows), 'pair')}, chosen and rejected hardly differ: at least {ALIKE:.0%} of "
-                "their tokens are the same and in the same order.",
-            )
+        yield Finding(
+            "check" if alike >= _MUCH_ALIKE * len(collected.rows) else "fact",
+            f"In {_of(alike, len(collected.rows), 'pair')}, chosen and rejected hardly differ: at least {ALIKE:.0%} of "
+            "their tokens are the same and in the same order.",
         )
-    return found
 
 
-def comparison_findings(comparison: Comparison | None) -> list[Finding]:
-    """Return findings about a second model's missing values, and about the margins of the implicit rewards."""
+def comparison_findings(comparison: Comparison | None) -> Iterator[Finding]:
     if comparison is None:
-        return []
-    found = []
+        return
     if comparison.advice:
         said, command = comparison.advice
-        found.append(Finding("fix", f"{said}{'. Score them:' if command else '.'}", command))
+        yield Finding("fix", f"{said}{'. Score them:' if command else '.'}", command)
     if comparison.right is not None and comparison.compared:
         share = percent(comparison.right, comparison.compared)
-        found.append(
-            Finding(
-                "fact",
-                f"As a policy of DPO with {comparison.versus.model} as its reference, the model gives chosen the higher "
-                f"implicit reward in {share} of {counted(comparison.compared, 'pair')}. 50% is chance.",
-            )
+        yield Finding(
+            "fact",
+            f"As a policy of DPO with {comparison.versus.model} as its reference, the model gives chosen the higher "
+            f"implicit reward in {share} of {counted(comparison.compared, 'pair')}. 50% is chance.",
         )
-    return found
 
 
-def label_findings(preference: LabelPreference) -> list[Finding]:
+def label_findings(preference: LabelPreference) -> Iterator[Finding]:
     if not (preference.desirable or preference.undesirable):
-        return [Finding("fact", "No row has a label, which only KTO needs.")]
-    found = []
+        yield Finding("fact", "No row has a label, which only KTO needs.")
+        return
     if preference.without:
-        found.append(
-            Finding(
-                "fix",
-                f"{counted(preference.without, 'row')} {_have(preference.without)} no valid label. KTO needs a label of true "
-                "or false in each row.",
-            )
+        yield Finding(
+            "fix",
+            f"{counted(preference.without, 'row')} {_have(preference.without)} no valid label. KTO needs a label of true "
+            "or false in each row.",
         )
     desirable, undesirable = preference.desirable, preference.undesirable
     said = f"Desirable completions: {desirable:,}. Undesirable completions: {undesirable:,}."
     if desirable and undesirable:
         low, high = (bound * undesirable / desirable for bound in _KTO_RANGE)
         if low <= 1.0 <= high:
-            found.append(
-                Finding(
-                    "good",
-                    f"{said} If undesirable_weight is 1, a desirable_weight of 1 is in the range that TRL's KTOTrainer "
-                    "recommends.",
-                )
+            yield Finding(
+                "good",
+                f"{said} If undesirable_weight is 1, a desirable_weight of 1 is in the range that TRL's KTOTrainer recommends.",
             )
         else:
-            found.append(
-                Finding(
-                    "check",
-                    f"{said} TRL's KTOTrainer recommends a desirable_weight from {low:.2f} to {high:.2f} if "
-                    "undesirable_weight is 1.",
-                )
+            yield Finding(
+                "check",
+                f"{said} TRL's KTOTrainer recommends a desirable_weight from {low:.2f} to {high:.2f} if "
+                "undesirable_weight is 1.",
             )
     elif desirable or undesirable:
-        found.append(Finding("fix", f"{said} KTO needs both desirable and undesirable completions."))
+        yield Finding("fix", f"{said} KTO needs both desirable and undesirable completions.")
     if preference.desirable_higher is not None:
-        found.append(
-            Finding(
-                "fact",
-                f"In {percent(preference.desirable_higher, 1)} of all combinations of a desirable and an undesirable "
-                "completion, the desirable one has the higher mean log-prob per token. 50% is chance.",
-            )
+        yield Finding(
+            "fact",
+            f"In {percent(preference.desirable_higher, 1)} of all combinations of a desirable and an undesirable "
+            "completion, the desirable one has the higher mean log-prob per token. 50% is chance.",
         )
-    return found
 
 
 def truncation_findings(at: Cut, asked: bool, enough: int, noun: str) -> list[Finding]:
@@ -234,33 +203,27 @@ def truncation_findings(at: Cut, asked: bool, enough: int, noun: str) -> list[Fi
     return [Finding("check" if much else "fact", text)]
 
 
-def duplicate_findings(duplicates: Duplicates, examples: int, noun: str) -> list[Finding]:
-    found = []
+def duplicate_findings(duplicates: Duplicates, examples: int, noun: str) -> Iterator[Finding]:
     if duplicates.identical:
-        found.append(
-            Finding(
-                "fix",
-                f"In {_of(duplicates.identical, examples, 'pair')}, chosen and rejected are identical. Training can learn "
-                "nothing from such pairs: remove them.",
-            )
+        yield Finding(
+            "fix",
+            f"In {_of(duplicates.identical, examples, 'pair')}, chosen and rejected are identical. Training can learn "
+            "nothing from such pairs: remove them.",
         )
     if duplicates.contrary:
         kind = "with chosen and rejected swapped" if noun == "pair" else "with the opposite label"
-        found.append(
-            Finding(
-                "fix",
-                f"{_of(duplicates.contrary, examples, noun)} also {_occur(duplicates.contrary)} {kind}. Keep only one version "
-                "of each.",
-            )
+        yield Finding(
+            "fix",
+            f"{_of(duplicates.contrary, examples, noun)} also {_occur(duplicates.contrary)} {kind}. Keep only one version "
+            "of each.",
         )
     if duplicates.exact:
-        found.append(
-            Finding(
-                "check",
-                f"{_of(duplicates.exact, examples, noun)} {_repeat(duplicates.exact)} an earlier {noun} token for token.",
-            )
+        yield Finding(
+            "check",
+            f"{_of(duplicates.exact, examples, noun)} {_repeat(duplicates.exact)} an earlier {noun} token for token.",
         )
-    return found or [Finding("good", f"No duplicate {noun}s were found.")]
+    if not (duplicates.identical or duplicates.contrary or duplicates.exact):
+        yield Finding("good", f"No duplicate {noun}s were found.")
 
 
 def outlier_findings(kinds: list[OutlierKind], with_values: int) -> list[Finding]:

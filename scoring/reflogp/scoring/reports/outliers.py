@@ -122,13 +122,6 @@ def find_outliers(collected: Collected, shown: int) -> list[OutlierKind]:
 def _kind(
     name: str, rule: str, unit: str, good: npt.NDArray[np.int64], beyond: Floats, values: Floats, shown: int
 ) -> OutlierKind:
-    """Return an OutlierKind for the examples whose value in `beyond` is positive.
-
-    Args:
-        good: index in `collected` of each usable example, int64 (n,). `beyond` and `values` are in the same order.
-        beyond: how far each example exceeds the rule's limit, float64 (n,).
-        values: the value that the report shows for each example, float64 (n,).
-    """
     places = np.flatnonzero(beyond > 0)
     order = np.argsort(-beyond[places], kind="stable")
     worst = [(int(good[at]), float(values[at])) for at in places[order][:shown]]

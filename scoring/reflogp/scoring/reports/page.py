@@ -38,17 +38,6 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 @dataclass(frozen=True)
 class Content:
-    """The content of a report's page.
-
-    Attributes:
-        noun: what an example is called: "pair" or "row".
-        pairs: how often the reference prefers chosen; None for KTO or if no pair has values.
-        comparison: the comparison with a second model; None if there is none.
-        at: the effect of the trainer's max_length on the dataset. If the user set no max_length, the effect of TRL's default.
-        cuts: the effects of several values of max_length.
-        shown: dict from the index of each displayed example to what the page displays for it.
-    """
-
     data: str
     model: str
     snapshot: Snapshot
@@ -67,29 +56,12 @@ class Content:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise UsageError if the path is a file, a broken link, or a folder with any content other than an earlier report."""
-    if not folder.exists() and not folder.is_symlink():
-        return
-    if not folder.is_dir():
-        raise UsageError(
-            f"the output {folder} is not a folder, but a report needs one. Use a new or empty folder, or the folder of an "
-            "earlier report"
-        )
-    # If an earlier process was killed while it wrote a report, .partial files may remain.
-    names = {entry.name for entry in folder.iterdir() if not entry.name.endswith(".partial")}
-    other = sorted(names - {PAGE_NAME} if _is_report(folder / PAGE_NAME) else names)
-    if other:
-        raise UsageError(
-            f"the folder {folder} contains {other[0]}, which is not part of a report; nothing was changed. Use an empty "
-            "folder, or the folder of an earlier report"
-        )
-
-
-def _is_report(page: Path) -> bool:
-    if not page.is_file():
-        return False
-    with page.open("rb") as file:
-        return _MARK.encode() in file.read(_HEAD_BYTES)
+    """Raise UsageError if `folder` is a file, or if the page would replace a file that is not a report."""
+    page = folder / PAGE_NAME
+    if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
+        raise UsageError(f"the output {folder} is not a folder, but a report needs one")
+    if page.exists() and _MARK.encode() not in page.read_bytes()[:_HEAD_BYTES]:
+        raise UsageError(f"{page} is not a report; nothing was changed. Use another folder")
 
 
 def _compiled() -> Template:

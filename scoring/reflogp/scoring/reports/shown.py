@@ -11,7 +11,6 @@ import io
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 
 import numpy as np
 import numpy.typing as npt
@@ -141,8 +140,7 @@ class Piece:
         note: the log-prob as text, or the sum of the log-probs if the text stands for several tokens; empty if there is no
             log-prob.
         special: as in TokenText; also True for tokens that are left out.
-        differs: True if the pair's two completions are compared and the diff does not match this token with a token of the
-            other completion.
+        differs: True if the pair's two completions are compared and the token is between the first and the last difference.
     """
 
     text: str
@@ -199,7 +197,7 @@ def read_shown(
     settings: TrainerSettings,
 ) -> dict[int, Shown]:
     """Return what to display for the examples at the indices `places` in `collected`. Of the pairs at the indices `compared`,
-    the two completions are compared token by token. `only` reads the dataset's rows with the given numbers."""
+    the tokens that differ are marked. `only` reads the dataset's rows with the given numbers."""
     asked, compared = sorted(set(places)), set(compared)
     if not asked:
         return {}
@@ -238,7 +236,7 @@ def _shown(
         if name not in ("row", "KL_completion_ids")
     }
     prompt = ids.pop("prompt_ids")
-    differs = _differing(*ids.values()) if compared else {number: set() for number in range(len(ids))}
+    differs = _differing(*ids.values()) if compared else [range(0)] * len(ids)
     sides = []
     for number, (name, completion) in enumerate(ids.items()):
         view = windows(example["prompt_ids"], example[name], settings.max_length, settings.truncation_mode)
@@ -251,13 +249,12 @@ def _shown(
     ends = [(0, len(prompt))]
     if len(prompt) > 2 * _PROMPT_END:
         ends = [(0, _PROMPT_END), (len(prompt) - _PROMPT_END, len(prompt))]
-    pieces = _pieces(prompt, ends, tokenizer, None, 0, set())
+    pieces = _pieces(prompt, ends, tokenizer, None, 0, range(0))
     small = [thumbnail(image) for image in images[:_MOST_IMAGES]]
     return Shown(int(example["row"][0].as_py()), label, pieces, len(prompt), sides, small, len(images) - len(small))
 
 
 def thumbnail(image: RowImage) -> str:
-    """Return a small copy of an image as a data URI, or "" if the image can no longer be decoded."""
     try:
         copy = image.load().convert("RGB")
     except (RowError, OSError):
@@ -274,10 +271,10 @@ def _side(
     ids: list[int],
     begin: int,
     logps: npt.NDArray[np.float64] | None,
-    differs: set[int],
+    differs: range,
     tokenizer: PreTrainedTokenizerBase,
 ) -> ShownSide:
-    matter = sorted(differs)[:1]
+    matter = list(differs[:1])
     if logps is not None and len(logps):
         matter.append(begin + int(np.argmin(logps)))
     pieces = _pieces(ids, _parts(len(ids), matter), tokenizer, logps, begin, differs)
@@ -308,7 +305,7 @@ def _pieces(
     tokenizer: PreTrainedTokenizerBase,
     logps: npt.NDArray[np.float64] | None,
     begin: int,
-    differs: set[int],
+    differs: range,
 ) -> list[Piece]:
     pieces: list[Piece] = []
     shown_to = 0
@@ -321,23 +318,15 @@ def _pieces(
             values = [] if logps is None else [float(logps[i - begin]) for i in these if 0 <= i - begin < len(logps)]
             level = int(np.searchsorted(LEVELS, -sum(values))) if values else None
             note = f"{sum(values):.2f} nats".replace("-", "−") if values else ""
-            pieces.append(Piece(text.text, level, note, text.special, not differs.isdisjoint(these)))
+            pieces.append(Piece(text.text, level, note, text.special, any(i in differs for i in these)))
             at += text.tokens
         shown_to = end
     return pieces
 
 
-def _differing(left: list[int], right: list[int]) -> dict[int, set[int]]:
-    """Return the indices of the tokens in `left` (0) and in `right` (1) that a diff of the two does not match.
-
-    Only the first _HEAD tokens from the first difference on are compared: a diff of long lists can take hours.
-    """
-    begin = int(common_prefix(np.array(left), np.array(right)))
-    end = begin + 2 * _HEAD
-    matcher = SequenceMatcher(None, left[begin:end], right[begin:end], autojunk=False)
-    found: dict[int, set[int]] = {0: set(), 1: set()}
-    for kind, left_from, left_to, right_from, right_to in matcher.get_opcodes():
-        if kind != "equal":
-            found[0] |= set(range(begin + left_from, begin + min(left_to, _HEAD)))
-            found[1] |= set(range(begin + right_from, begin + min(right_to, _HEAD)))
-    return found
+def _differing(left: list[int], right: list[int]) -> list[range]:
+    """Return the indices of the tokens of each list from the first to the last difference."""
+    one, other = np.array(left), np.array(right)
+    begin = common_prefix(one, other)
+    end = common_prefix(one[begin:][::-1], other[begin:][::-1])
+    return [range(begin, len(ids) - end) for ids in (left, right)]

@@ -33,7 +33,6 @@ class Lengths:
     shared: Int32s | None = None
 
     def whole(self) -> Int32s:
-        """Return the length of each example's longest sequence (prompt plus completion)."""
         longest: Int32s = self.prompts + np.maximum.reduce(list(self.completions))
         return longest
 
@@ -101,6 +100,5 @@ def cuts(lengths: Lengths, asked: int | None, truncation_mode: str) -> list[Cut]
 
 
 def max_length_for_share(lengths: Lengths, share: float) -> int:
-    """Return the smallest max_length that leaves at least the fraction `share` of the examples uncut."""
     ordered = np.sort(lengths.whole())
     return int(ordered[max(0, int(np.ceil(share * len(ordered))) - 1)])
