@@ -22,10 +22,7 @@ EngineName = Literal["torch", "vllm", "remote"]
 
 
 class Engine(Protocol):
-    """An engine that scores the sequences of a dataset."""
-
-    def problems(self, sequences: list[Sequence]) -> dict[int, str]:
-        """Return the sequences that this engine cannot score, as a dict from index to reason."""
+    def problems(self, sequences: list[Sequence]) -> dict[int, str]: ...
 
     def flow(self, groups: Iterable[list[Sequence]]) -> Generator[list[tuple[int, Outcome]]]:
         """Score groups of sequences as they arrive.
@@ -40,8 +37,7 @@ class Engine(Protocol):
     def provenance(self) -> dict[str, Any]:
         """Return a description of how this engine computes values. The description is stored with the values."""
 
-    def token_counts(self) -> TokenCounts:
-        """Return the token counts of all sequences scored so far."""
+    def token_counts(self) -> TokenCounts: ...
 
     def close(self) -> None:
         """Stop the engine's processes, close its connections and release the model. The engine cannot score afterwards."""

@@ -168,7 +168,6 @@ class TopTokens:
 
     @classmethod
     def find(cls, store: Store, reference: Reference | str, k: int) -> TopTokens | None:
-        """Return the tables that have the k most probable tokens, or None if k is 0; see Store.top_tables."""
         return cls(TopSnapshot([table.snapshot() for table in store.top_tables(reference, k)]), k) if k else None
 
 
@@ -247,7 +246,6 @@ def joined_windows(
 
 
 def _lacking(asked: Asked, tops: TopFound) -> npt.NDArray[np.bool_]:
-    """Return a mask of the rows for which the most probable tokens of a needed position are missing."""
     lengths = tops.lengths.reshape(len(asked.columns), -1)
     needed = np.stack([asked.needed[name] for name in asked.columns])
     lacking: npt.NDArray[np.bool_] = ((lengths < needed) & (needed > 0)).any(0) & ~asked.dropped
@@ -289,19 +287,7 @@ def _bad(summary: JoinSummary, watcher: ProgressCallbacks | None, row: int, prob
 
 
 def with_columns(dataset: Any, source: RowSource, windows: Callable[[RowSource, bool], Iterator[JoinedWindow]]) -> Any:
-    """Return only the rows that have values, with the joined columns added.
-
-    The result has the type of `dataset`. For a path or hub id, it is a datasets.Dataset.
-
-    Args:
-        source: the result of open_dataset for this dataset.
-        windows: function that joins the rows of a RowSource. Its second argument is True if the dataset is a stream, which may
-            be endless.
-
-    Raises:
-        DatasetError: no row can be used, and the dataset is not a stream.
-        Errors raised by `windows`. If the dataset is a stream, they are raised while the stream is read.
-    """
+    """Return only the rows that have values, with the joined columns added."""
     import datasets
 
     kind = kind_of(dataset)
@@ -343,7 +329,6 @@ def _of_path(source: RowSource, windows: Callable[[RowSource, bool], Iterator[Jo
 
 
 def _of_dataset(dataset: Any, columns: pa.Table) -> Any:
-    """Return those rows that have values, with `columns` added. Keep the features, split and format of the Dataset."""
     import datasets
 
     numbers = columns[ROW_COLUMN].to_numpy()

@@ -202,12 +202,10 @@ def _memory_mounts(root: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def _plain(text: str) -> str:
-    """Decode a path from /proc/self/mountinfo, where spaces and some other characters are written as octal escapes."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 
 def _limit(file: Path) -> Iterator[int]:
-    """Yield the number of bytes that a cgroup file contains; nothing for 0 or a word ("max" means no limit)."""
     for line in _lines(file)[:1]:
         if line.strip().isdigit() and int(line) > 0:
             yield int(line)
@@ -242,7 +240,6 @@ _GROWING = "expandable_segments:True"
 
 
 def growing_segments(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that turn on expandable segments, or none if the environment already configures the allocator."""
     return {} if any(name in environment for name in _VARIABLES) else {_VARIABLES[0]: _GROWING}
 
 

@@ -63,18 +63,7 @@ def find_versus(
     load_tokenizer: Callable[[str], PreTrainedTokenizerBase],
     progress: Progress | None = None,
 ) -> tuple[Versus, str]:
-    """Return the second model, and the reason for its dtype (see `choose_reference`).
-
-    Args:
-        model: folder or hub id of the second model.
-        arguments: those of the first model. Its dtype applies to both models, and its revision only to the first.
-        first: the first model's reference.
-        load_tokenizer: function that loads the tokenizer for a model's local folder.
-
-    Raises:
-        ReferenceNotFoundError: the store has no values of the second model. The message contains `Versus.score`.
-        UsageError: both models have the same weights; or see `choose_reference`.
-    """
+    """Return the second model, and the reason for its dtype (see `choose_reference`)."""
     own_head = first.lm_head_dtype if first.lm_head_dtype != first.dtype else None
     tokenizer = arguments.tokenizer or arguments.model
     command = replace(

@@ -41,17 +41,7 @@ class VisionProcessor:
 def load_processor(
     folder: str, model: str, chat_template: str | None = None, trust_remote_code: bool = False
 ) -> VisionProcessor | None:
-    """Load a model's processor. Return None if the model accepts only text, or if `folder` or `model` has only a tokenizer.
-
-    Args:
-        folder: folder of the processor, which may be the same folder as `model`. If both are the folder of an adapter without a
-            processor, the processor is loaded from the folder of the adapter's base model.
-        model: folder of the model or of its adapter; the image token is read from the model's config.
-
-    Raises:
-        TokenizerError: the processor cannot be loaded.
-        UsageError, CheckpointError: the model, or the adapter's base model, cannot be read (see `read_checkpoint`).
-    """
+    """Load a model's processor. Return None if the model accepts only text, or if `folder` or `model` has only a tokenizer."""
     base = resolve_model(model)
     if not (base / "config.json").is_file():
         if not (base / "adapter_config.json").is_file():

@@ -146,7 +146,6 @@ def encode(rendered: list[list[Any] | RowError], tokenizer: PreTrainedTokenizerB
 
 
 def common_prefix(left: list[int] | str, right: list[int] | str) -> int:
-    """Return the length of the common prefix of two lists of tokens (in tokens) or of two texts (in characters)."""
     shorter = min(len(left), len(right))
     if left[:shorter] == right[:shorter]:
         return shorter
@@ -163,17 +162,7 @@ class _Text:
 
 
 def render(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    """Render the prompt and, for each completion, the prompt followed by that completion.
-
-    Returns:
-        One entry for the prompt, followed by one for each completion; or one for a whole sequence. An entry is a text to
-        encode, or a list of token ids if the example is conversational and the tokenizer's class overrides
-        `apply_chat_template`.
-
-    Raises:
-        RowError: the chat template fails for the example, or rendering takes too much memory.
-        TokenizerError: the tokenizer lacks the chat template or the EOS token that the example needs.
-    """
+    """Render the prompt and, for each completion, the prompt followed by that completion."""
     if not example.conversational:
         eos = tokenizer.eos_token
         if eos is None:

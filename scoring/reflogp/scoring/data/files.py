@@ -81,7 +81,6 @@ class LocalFiles:
                     yield item
 
     def _of_file(self, file: Path, copy: Path) -> Iterator[pa.Table | str]:
-        """Yield a file's rows. If `datasets` cannot read the file, write its good rows to `copy`, and read that."""
         readable, done = file, 0
         try:
             if file.suffix.lower() in _DECOMPRESSED:
@@ -188,7 +187,6 @@ def _opened(file: Path) -> Iterator[io.BufferedReader]:
 
 
 def contains_array(file: Path) -> bool:
-    """Return True if a text file contains a JSON array, not JSON Lines."""
     with _opened(file) as reader:
         return reader.peek().lstrip().startswith(b"[")
 

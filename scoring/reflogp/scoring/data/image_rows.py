@@ -73,13 +73,7 @@ def _rendered(example: Example, images: int, processor: Any) -> list[str]:
 
 
 def with_image_parts(messages: list[dict[str, Any]], images: int) -> list[dict[str, Any]]:
-    """Return the messages with each message's content converted to a list of parts.
-
-    A placeholder is a part of type image.
-
-    Raises RowError if the number of placeholders differs from `images`, if a role is unknown, if a tool message contains a
-    placeholder, or if a part contains audio, video or image data.
-    """
+    """Return the messages with each message's content converted to a list of parts."""
     found: list[dict[str, Any]] = []
     placed = False
     for message in messages:

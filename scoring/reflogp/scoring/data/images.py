@@ -65,7 +65,6 @@ class RowImage:
         return 0 if isinstance(self.source, ImageFile) else self.size
 
     def load(self) -> Image:
-        """Raises RowError if the image's file has changed or cannot be read."""
         source = self.source.read() if isinstance(self.source, ImageFile) else self.source
         return decoded(source) if isinstance(source, bytes) else source
 
@@ -98,7 +97,6 @@ class ImageFile:
     open_file: OpenFile
 
     def read(self) -> bytes:
-        """Raises RowError if the content has changed or cannot be read."""
         data = _read("an image", self.path, self.open_file)
         if content_digest(data) != self.key:
             raise RowError(f"{self.path} was changed after it was read; run again")
@@ -121,13 +119,7 @@ def read_images(
     begin: Callable[[int | None], None],
     alone: bool,
 ) -> list[tuple[RowImage, ...] | RowError]:
-    """Return the images of each row, or an error for a row whose images cannot be used. Images are decoded in several threads.
-
-    Args:
-        begin: function that is called for each row, with the row's index if `alone`, otherwise with None. It can stop the
-            work by raising an error.
-        alone: read the images of one row at a time.
-    """
+    """Return the images of each row, or the error of a row whose images cannot be used. Several threads decode images."""
     found: list[tuple[RowImage, ...] | RowError] = []
     if alone:
         for at, columns in enumerate(rows):

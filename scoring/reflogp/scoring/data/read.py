@@ -187,7 +187,6 @@ class RowSource:
         return LocalFiles(self._path, "folder" if self._path.is_dir() else self.format, self.split, self.files)
 
     def schema(self) -> pa.Schema:
-        """Return the Arrow schema of a path's or hub dataset's rows, which is that of `datasets`."""
         if self._dataset is not None:
             return self._dataset.with_format("arrow")[:1].schema if len(self._dataset) else pa.schema([])
         if self._schema is None:

@@ -65,7 +65,6 @@ class Example:
 
 
 def other_delimiter(header: str) -> str | None:
-    """Return an error message if the first line of a CSV file has no comma, but another delimiter; otherwise None."""
     delimiter = next((each for each in (";", "\t", "|") if each in header and "," not in header), None)
     if delimiter is None:
         return None
@@ -103,17 +102,7 @@ def output_columns(form: Format, first: dict[str, Any]) -> tuple[str, ...]:
 
 
 def examples_of(columns: dict[str, Any], form: Format, images: bool = False) -> list[Example]:
-    """Return a row's examples. A row is one example, but a pair that is read as KTO data becomes two examples, as in TRL.
-
-    Args:
-        images: True if the caller processes the row's images and checks the content parts of messages itself. If False,
-            RowError is raised for a row with images, video or audio.
-
-    Raises:
-        RowError: a column is missing, null or of the wrong type; a conversation has an empty prompt; there is no prompt column
-            and chosen or rejected is empty; `images` is False and the row contains images, video or audio; `tools` is not JSON;
-            or chat_template_kwargs is not an object or sets one of the `reserved_kwargs`.
-    """
+    """Return a row's examples. A row is one example, but a pair that is read as KTO data becomes two examples, as in TRL."""
     if not images:
         require_text(columns)
     if form == "sft" and "completion" not in columns:
@@ -180,7 +169,6 @@ def split_implicit_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
 
 
 def is_conversational(*values: Any) -> bool:
-    """Return True if any of a row's values is a non-empty list of messages."""
     return any(isinstance(v, list) and v and isinstance(v[0], dict) and "role" in v[0] for v in values)
 
 
@@ -254,11 +242,7 @@ def _template_kwargs(columns: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def reserved_kwargs() -> frozenset[str]:
-    """Return the names that a row's chat_template_kwargs must not set.
-
-    They are `messages` (the template's name for the conversation) and the parameters of transformers' apply_chat_template and
-    render_jinja_template, except `tools` and `documents`. Any other name in chat_template_kwargs becomes a template variable.
-    """
+    """Return the names that a row's chat_template_kwargs must not set."""
     parameters: set[str] = {"messages"}  # the template's name for the conversation
     for function in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template):
         for name, parameter in inspect.signature(function).parameters.items():

@@ -72,7 +72,6 @@ class TokenizedRows:
     labels: list[int] = field(default_factory=list)
 
     def row_count(self) -> int:
-        """Return the number of rows that are in the table, in `problems`, or in both."""
         return len({*self.table["row"].to_pylist(), *self.problems})
 
     def tokens(self) -> int:

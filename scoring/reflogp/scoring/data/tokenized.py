@@ -28,8 +28,7 @@ class TokenizedWindows(Protocol):
     def count(self) -> int | None:
         """Return the number of rows, including unreadable rows, or None if it is not counted."""
 
-    def only(self, numbers: Iterable[int]) -> Iterable[TokenizedRows]:
-        """Return the windows of the rows with these numbers."""
+    def only(self, numbers: Iterable[int]) -> Iterable[TokenizedRows]: ...
 
     def stop(self) -> None:
         """Stop all iterations, in any thread: they raise StoppedError."""

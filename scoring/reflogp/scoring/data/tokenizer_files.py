@@ -54,14 +54,7 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(model: str, trust_remote_code: bool = False) -> TokenizerFiles:
-    """If `model` is an adapter whose folder contains no tokenizer, the tokenizer files are those of its base model.
-
-    Raises:
-        UsageError: `model` is neither a folder nor a hub model that can be downloaded, or the folder contains no model.
-        UsageError, CheckpointError: the adapter or its base model cannot be used.
-        TokenizerError: the tokenizer's files cannot be read.
-        FileChangedError: the tokenizer's files change while they are read.
-    """
+    """If `model` is an adapter whose folder contains no tokenizer, the tokenizer files are those of its base model."""
     folder = resolve_model(model)
     if not (folder / "tokenizer_config.json").is_file() and not (folder / "config.json").is_file():
         folder = read_checkpoint(folder).folder

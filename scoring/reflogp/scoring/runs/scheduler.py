@@ -185,16 +185,7 @@ class Scheduler:
             self._own.open(table, self._news.put)
 
     def put(self, misses: list[Miss], to_come: int) -> None:
-        """Queue misses, and return when there is room for more.
-
-        Args:
-            misses: misses to score. A second miss with the same key may be put when the first has failed or is committed.
-            to_come: estimated number of sequences that the run has not read yet.
-
-        Raises:
-            ReflogpError: scoring cannot continue. A call to `stop` then commits the values that are already computed, unless a
-                commit has failed.
-        """
+        """Queue misses, and return when there is room for more."""
         self._to_come = to_come
         self._queue.put(misses)
         self._turn(0.0)

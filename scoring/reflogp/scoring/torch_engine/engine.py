@@ -202,7 +202,6 @@ class TorchEngine:
     def stream(
         self, sequences: list[Sequence], skip: Collection[int] = (), temperature: float = 1.0
     ) -> Iterator[tuple[int, Outcome]]:
-        """Yield (index, outcome) for each sequence as soon as its pass has finished; `flow` describes the possible outcomes."""
         for landed in self.passes(sequences, skip, temperature):
             yield from landed
 
@@ -387,7 +386,6 @@ class TorchEngine:
         return int(min(self.token_budget, max(_LEAST_PASS_TOKENS, self.pass_seconds * self._tokens_per_second)))
 
     def _units_of_groups(self, groups: Iterable[list[Sequence]], waiting: dict[int, Sequence]) -> Iterator[Unit | None]:
-        """Yield the passes that score all groups; for an empty group, yield None."""
         count = 0
         for group in groups:
             if not group:

@@ -69,7 +69,6 @@ class InFlight:
 
 
 def _outcome(values: npt.NDArray[np.float32]) -> Outcome:
-    """Return a sequence's outcome, given what `Head.logps` returned for its completion tokens."""
     if not np.isfinite(values).all():
         return NOT_FINITE
     return values if values.ndim == 1 else top_logps_of(values)

@@ -168,17 +168,12 @@ class ImageFeatures:
         self._kept_bytes = 0
 
     def close(self) -> None:
-        """Release all features and the model.
-
-        Without this call, an unfinished generator from `TorchEngine.flow`, which refers to this object, would keep them in
-        memory.
-        """
+        # an unfinished generator of TorchEngine.flow refers to this object, and would keep the model in memory
         self.clear()
         self._model = None
 
     @torch.inference_mode()
     def of_pack(self, pack: Pack, sequences: list[Sequence], both_ways: bool) -> DecoderInputs:
-        """Raises PictureError if an image can no longer be read."""
         is_image = pack.token_ids >= FIRST_IMAGE_ID
         ids = torch.from_numpy(np.where(is_image, 0, pack.token_ids)).to(self._device)
         embeddings: torch.Tensor = self._model.get_input_embeddings()(ids)
@@ -270,16 +265,7 @@ def _position_arguments(model: Any) -> frozenset[str]:
 
 
 def layout_of(config: Any, sequence: Sequence, given: dict[str, Any], positions: torch.Tensor) -> tuple[bool, str | None]:
-    """Compare the inputs that a model passes to its decoder for one sequence with the inputs that a pack can provide.
-
-    Args:
-        given: the keyword arguments that the model passes to its decoder for this sequence alone, without padding.
-        positions: the positions that the sequence's tokens have in a pack, shape (components, tokens).
-
-    Returns:
-        A tuple: whether the tokens of an image attend to each other in both directions, and a description of what a pack cannot
-        provide (None if it can provide everything).
-    """
+    """Compare the inputs that a model passes to its decoder for one sequence with the inputs that a pack can provide."""
     others = [name for name, value in given.items() if name not in _LAID_OUT and _holds_tensor(value)]
     if others:
         return False, f"the model's decoder takes inputs that a pack cannot provide: {', '.join(others)}"

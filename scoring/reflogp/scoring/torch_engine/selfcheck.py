@@ -150,21 +150,7 @@ def check_images(
     refused: Collection[str],
     own_attention: AttentionNames,
 ) -> ImageCheck:
-    """Score a few sequences with images to decide whether to pack such sequences; warn if they are not packed.
-
-    The sequences are scored packed, or else padded, and by the model's own forward.
-
-    Sequences with images are packed only if the model passes to its decoder the same positions and mask that a pack would use,
-    and if the log-probs computed in a pack agree with the log-probs computed one sequence at a time. Comparing the log-probs
-    alone is not enough: in bfloat16, the log-probs of a few tokens may agree by chance.
-
-    Args:
-        loaded: the model, with packed attention already set.
-        own_attention: the attention implementations that the model used before packed attention was set.
-
-    Raises PictureError if an image can no longer be read. Out-of-memory errors, and errors while the sequences are scored one
-    at a time, are re-raised.
-    """
+    """Score a few sequences with images to decide whether to pack such sequences; warn if they are not packed."""
     model, device = loaded.model, loaded.device
     with forward.attention_of(model, own_attention), decoder_calls(model) as calls:
         plain = np.concatenate([_plain(model, sequence, device) for sequence in sequences])
@@ -445,7 +431,6 @@ def _try_compiled(
     tolerance: float,
     refused: list[str],
 ) -> tuple[float, str | None]:
-    """Compile the layers. Undo the compilation if it fails or changes the values too much."""
     compilation.compile_layers(model)
     with or_fail():
         difference, problem = _attempt(lambda: _packed(model, head, samples, device, refused, []), plain, tolerance)

@@ -146,7 +146,6 @@ class Sequence:
         return len(self.prompt_ids) + len(self.completion_ids)
 
     def ids(self) -> npt.NDArray[np.int64]:
-        """Return prompt_ids and completion_ids as one int64 array."""
         return np.concatenate([np.asarray(self.prompt_ids, np.int64), np.asarray(self.completion_ids, np.int64)])
 
     def model_ids(self) -> npt.NDArray[np.int64]:
@@ -178,13 +177,11 @@ def picture_files(sequences: Iterable[Sequence]) -> tuple[dict[bytes, bytes], di
 
 
 def prefix_order(ids: list[npt.NDArray[np.int64]]) -> list[int]:
-    """Return indices that sort lists of token ids, so that lists with long common prefixes are adjacent."""
     # Big-endian bytes sort in the same order as the numbers.
     return sorted(range(len(ids)), key=lambda index: ids[index].astype(">u4").tobytes())
 
 
 def common_prefix(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> int:
-    """Return the number of leading tokens that two arrays of token ids share."""
     shorter = min(len(left), len(right))
     differ: Any = left[:shorter] != right[:shorter]
     first = int(differ.argmax()) if shorter else 0
@@ -227,15 +224,7 @@ def _problem_of_mask(sequence: Sequence) -> str | None:
 
 
 def in_order(count: int, problems: dict[int, str], outcomes: Iterable[tuple[int, Outcome]]) -> list[Logps]:
-    """Return a list with the values of `count` sequences, in the order of their indices.
-
-    Args:
-        problems: dict from the index of each skipped sequence to the reason. Error messages among `outcomes` are added to this
-            dict.
-
-    Raises:
-        InvalidSequencesError: some sequences have no values. The error's `results` contain the values of all other sequences.
-    """
+    """Return a list with the values of `count` sequences, in the order of their indices."""
     results: list[Any] = [None] * count
     for index, outcome in outcomes:
         if isinstance(outcome, str):
@@ -253,11 +242,7 @@ def passes_over(
     size: int,
     flow: Callable[[Iterable[list[Sequence]]], Iterable[list[tuple[int, Outcome]]]],
 ) -> Iterator[list[tuple[int, Outcome]]]:
-    """Score a list of sequences with an engine's `flow`; for each pass, yield a list of (index in `sequences`, outcome).
-
-    Args:
-        flow: the engine's `flow`, which is called with the groups of sequences.
-    """
+    """Score a list of sequences with an engine's `flow`; for each pass, yield a list of (index in `sequences`, outcome)."""
     wanted = [index for index in range(len(sequences)) if index not in skip]
     groups = ([sequences[index] for index in wanted[start : start + size]] for start in range(0, len(wanted), size))
     for landed in flow(groups):

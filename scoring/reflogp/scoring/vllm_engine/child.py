@@ -41,18 +41,7 @@ _STEPS = 4
 
 
 class VllmProcess:
-    """A vLLM process with the model loaded. It exits when the process that started it exits.
-
-    Args:
-        python: Python interpreter of vLLM's environment, which must also contain reflogp.
-        unchanged: function that returns a context manager. vLLM loads the model while the context manager is active. The
-            context manager raises FileChangedError if the model's files are not those of the reference.
-
-    Raises:
-        UsageError: the interpreter cannot be run, or its environment lacks vLLM or reflogp.
-        EngineError: vLLM cannot load the model.
-        FileChangedError: the model's files are not those of the reference.
-    """
+    """A vLLM process with the model loaded. It exits when the process that started it exits."""
 
     def __init__(self, python: str, loading: Loading, unchanged: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         self._python = python

@@ -112,8 +112,7 @@ class Transport(Protocol):
     def provenance(self) -> dict[str, Any]:
         """Return vLLM's version and settings, including the method that reflogp uses to request log-probs."""
 
-    def close(self) -> None:
-        """Stop vLLM's process, or close the connections to the server."""
+    def close(self) -> None: ...
 
 
 class VllmEngine:
@@ -298,8 +297,6 @@ class _Pass:
 
 
 class _Flight:
-    """A pass whose requests have been sent to vLLM."""
-
     def __init__(
         self,
         transport: Transport,

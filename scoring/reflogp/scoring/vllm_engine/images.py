@@ -56,15 +56,6 @@ class _Processed:
 
 
 class ImagePrompts:
-    """Builds the prompts that vLLM's engine gets for sequences with images.
-
-    Attributes:
-        settings: hexadecimal digest of the settings of the image processor that vLLM loaded (see `settings_digest`).
-        library: name of the library that this image processor uses to resize images (see `library_of`).
-
-    Raises ImageRefusedError if vLLM cannot load an image processor for the model.
-    """
-
     def __init__(self, engine: Any) -> None:
         try:
             self._processor = engine.input_processor.renderer.get_mm_processor()

@@ -247,7 +247,6 @@ def _targets(adapter: Adapter) -> list[str]:
 
 
 def _tensors(file: Path) -> list[str]:
-    """Return the tensor names in a safetensors file. The file must have passed the checks of `read_checkpoint`."""
     with file.open("rb") as handle:
         (size,) = struct.unpack("<Q", handle.read(8))
         return [name for name in json.loads(handle.read(size)) if name != "__metadata__"]

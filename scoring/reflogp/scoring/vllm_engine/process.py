@@ -53,22 +53,7 @@ _LAST_SECONDS = 10.0
 
 
 class Scorer:
-    """vLLM's engine, used only to compute the log-probs of given completions.
-
-    Args:
-        no_images: why vLLM cannot use this model to score rows with images, or None if no reason is known. If `no_images` is
-            None, test images are scored at startup.
-        top_k: number of most probable tokens to return for each position.
-
-    Attributes:
-        method: name of vLLM's sampling parameter that requests log-probs. With "prompt_logprob_token_ids", vLLM computes only
-            the completion's values; with "prompt_logprobs", it computes the values of all tokens.
-        room: maximum number of cache blocks that all requests in flight may need together.
-        images: builds vLLM's prompts for sequences with images. None if `no_images` was given, or if vLLM has no image
-            processor for the model.
-        no_images: why vLLM cannot score rows with images, or None if it can. The reason is the argument `no_images` or, if the
-            argument is None, the message of an ImageRefusedError that was raised at startup.
-    """
+    """vLLM's engine, used only to compute the log-probs of given completions."""
 
     def __init__(self, options: dict[str, Any], adapter: str | None, no_images: str | None, top_k: int = 0) -> None:
         self._top_k = top_k
@@ -210,11 +195,7 @@ class Scorer:
         return np.concatenate([logps.reshape(count, width), ids.reshape(count, width)[:, 1:]], 1).ravel()
 
     def _find_method(self) -> str:
-        """Return the best method that works: "prompt_logprob_token_ids" if possible, otherwise "prompt_logprobs".
-
-        A method is tested by scoring a few sequences with it. If vLLM cannot run the model, the error is therefore raised here
-        instead of in the first pass. Raises RuntimeError if vLLM returns no values with either method.
-        """
+        """Return the best method that works: "prompt_logprob_token_ids" if possible, otherwise "prompt_logprobs"."""
         fields = getattr(self._vllm.SamplingParams, "__struct_fields__", ())
         for method in ("prompt_logprob_token_ids", "prompt_logprobs"):
             if method not in fields or (self._top_k and method != "prompt_logprobs"):

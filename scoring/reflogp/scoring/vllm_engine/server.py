@@ -109,23 +109,7 @@ _TEST_REQUEST = Request(np.array([0, 0, 0]), 1, False)
 
 
 class VllmServer:
-    """A connection to a running vLLM server. Whether the server's model is the reference model is not checked here.
-
-    Args:
-        url: base URL, such as http://host:8000 or http://host/prefix, with or without /v1 at the end.
-        model: the server's name for the reference model. If None, the server must serve only one model, which is then used.
-        patience_seconds: maximum time in seconds to wait while the server is unreachable or busy.
-        top_k: number of most probable tokens to request for each position. The server's --max-logprobs must allow it.
-
-    Raises:
-        UsageError: the URL is invalid, the server does not serve a model with the name `model`, or the name is None and
-            the server does not serve exactly one model.
-        EngineError: the server cannot be reached, responds with an error, or does not return log-probs of the tokens in a
-            request.
-
-    Attributes:
-        form: the best request form in FORMS that the server supports.
-    """
+    """A connection to a running vLLM server. Whether the server's model is the reference model is not checked here."""
 
     block_size: int | None = None
 
@@ -180,7 +164,6 @@ class VllmServer:
                 future.cancel()
 
     def revive(self) -> bool:
-        """Return False, because this process cannot restart a remote server."""
         return False
 
     def provenance(self) -> dict[str, Any]:
@@ -193,7 +176,6 @@ class VllmServer:
         self._http.close()
 
     def _answer(self, request: Request, salt: str) -> tuple[Any, int, str | None]:
-        """Return (values, number of cached tokens, problem); see Answer."""
         path, body = question(self.form, self._model, request, salt, self._top_k)
         response = self._sent("POST", path, body, _LATER)
         if response.status_code == 500:
@@ -303,14 +285,7 @@ _CLAIM_LENGTHS = ((40, 23), (40, 31), (120, 60), (560, 80))
 def check_claim(
     engine: VllmEngine, model: Checkpoint, reference: Reference, device: str, trust_remote_code: bool
 ) -> dict[str, Any]:
-    """Check that a server serves the reference: compare the server's values for a few sequences with values computed locally.
-
-    Return the entries to add to the engine's provenance: `reference`, which is "checked", and `reference_difference`, the root
-    mean square difference between the server's values and the local values in nats.
-
-    Raises:
-        EngineError: the server's values differ from the local values, or the local weights cannot be loaded.
-    """
+    """Compare a server's values for a few sequences with values computed locally; return entries for the provenance."""
     import torch
 
     from reflogp.scoring.torch_engine.engine import TorchEngine
