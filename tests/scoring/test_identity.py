@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-from reflogp.scoring.data.tokenize import load_tokenizer
-from reflogp.scoring.data.tokenizer_files import read_tokenizer_files
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.torch_engine import Sequence, load
 from reflogp.store import ReflogpError, describe_reference
@@ -216,67 +214,3 @@ def test_a_model_gives_the_values_of_its_id_or_an_error(checkpoints, name, kind,
     assert not at.left and moment != "before the load"
     [values] = engine.score([SEQUENCE])
     np.testing.assert_allclose(values, expected, atol=2e-4)
-
-
-# Tokenizers
-
-TEXT = [{"role": "user", "content": "What is 7 times 8?"}, {"role": "assistant", "content": "56."}]
-
-
-def _other_merges(file: Path) -> bytes:
-    """The same tokenizer without its last merges: texts become more tokens."""
-    found = json.loads(file.read_text())
-    found["model"]["merges"] = found["model"]["merges"][: len(found["model"]["merges"]) // 4]
-    return json.dumps(found).encode()
-
-
-TOKENIZER_FILES = {
-    "chat_template.jinja": lambda file: file.read_bytes().replace(b"{%", b"Hm. {%", 1),
-    "tokenizer.json": _other_merges,
-    "tokenizer_config.json": lambda file: file.read_bytes().replace(b"{%", b"Hm. {%", 1),
-}
-
-
-def ids(tokenizer) -> list[int]:
-    return list(tokenizer.apply_chat_template(TEXT, tokenize=True, return_dict=True)["input_ids"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", ["before it is named", "between name and load", "while it is loaded", "after the load"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", TOKENIZER_FILES)
-def test_a_tokenizer_is_the_one_that_its_digest_names(reference_folder, tmp_path, name, kind, moment, monkeypatch):
-    model = Path(shutil.copytree(reference_folder, tmp_path / "model"))
-    if name == "tokenizer_config.json":
-        template = (model / "chat_template.jinja").read_text()
-        (model / "chat_template.jinja").unlink()
-        (model / name).write_text(json.dumps({**json.loads((model / name).read_text()), "chat_template": template}))
-    if kind is link_swapped:
-        into_a_blob(model / name)
-    copies = {"old": shutil.copytree(model, model.with_name("old")), "new": shutil.copytree(model, model.with_name("new"))}
-    content = TOKENIZER_FILES[name](model / name)
-    (copies["new"] / name).unlink()
-    (copies["new"] / name).write_bytes(content)
-    named = {read_tokenizer_files(str(copy)).digest: ids(load_tokenizer(str(copy))) for copy in copies.values()}
-    assert len({tuple(found) for found in named.values()}) == 2
-    at = At(moment, lambda: kind(model / name, content))
-    from_pretrained = AutoTokenizer.from_pretrained
-
-    def with_moment(*arguments, **options):
-        at("while it is loaded")
-        return from_pretrained(*arguments, **options)
-
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", with_moment)
-    at("before it is named")
-    found = read_tokenizer_files(str(model))
-    at("between name and load")
-    try:
-        tokenizer = found.load()
-    except ReflogpError as error:
-        assert moment in ("between name and load", "while it is loaded") and "run again" in str(error)
-        again = read_tokenizer_files(str(model))
-        assert ids(again.load()) == named[again.digest] and again.digest != found.digest
-        return
-    at("after the load")
-    assert not at.left
-    assert ids(tokenizer) == named[found.digest]

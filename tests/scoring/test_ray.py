@@ -117,7 +117,7 @@ def test_the_most_probable_tokens(cluster, reflogp, reference_folder, tmp_path):
 
 
 def test_the_command_line_goes_on_after_an_interrupt(cluster, reflogp, reference_folder, tmp_path):
-    file = write_rows(tmp_path / "rows.jsonl", token_rows(2000, seed=7))
+    file = write_rows(tmp_path / "rows.jsonl", token_rows(600, seed=7))
     numerics = ["--dtype", "float32", "--token-budget", "256", "--device", "cpu"]
     rest = [reference_folder, file, "--store", tmp_path / "store", *numerics]
     arguments = ["score", "--ray", cluster.address, *map(str, rest)]
@@ -133,7 +133,7 @@ def test_the_command_line_goes_on_after_an_interrupt(cluster, reflogp, reference
     code, out, _ = reflogp("score", "--ray", *rest, "--ray-workers", 2, "--json")  # this process is connected to the cluster
     summary = json.loads(out.splitlines()[-1])
     assert (code, summary["workers"]) == (0, 2)
-    assert 8 <= summary["hits"] < 4000 == summary["hits"] + summary["scored"]
+    assert 8 <= summary["hits"] < 1200 == summary["hits"] + summary["scored"]
 
 
 def test_no_cluster_at_an_address_is_said_at_once(reference_folder, tmp_path):

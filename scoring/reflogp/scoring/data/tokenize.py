@@ -81,7 +81,7 @@ class TokenizedRows:
 def load_tokenizer(model: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model folder. If an adapter's folder has no tokenizer, load the base model's tokenizer.
 
-    Raises TokenizerError if no tokenizer can be loaded, and FileChangedError if the tokenizer's files change during loading.
+    Raises TokenizerError if no tokenizer can be loaded.
     """
     return read_tokenizer_files(model, trust_remote_code).load()
 
@@ -287,7 +287,6 @@ def chosen_tokenizer(
 
     Raises:
         TokenizerError: no tokenizer can be loaded.
-        FileChangedError: the tokenizer's files changed during loading.
         UsageError: `model` or `tokenizer` is neither a folder nor a hub model that can be downloaded; or the template file
             cannot be read or is empty.
     """

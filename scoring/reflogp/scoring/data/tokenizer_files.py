@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from reflogp.scoring.errors import TokenizerError
 from reflogp.store import read_checkpoint, resolve_model
-from reflogp.store.digests import FileIdentity, file_digests, require_unchanged
+from reflogp.store.digests import FileIdentity, file_digests
 from reflogp.store.texts import first_line
 
 if TYPE_CHECKING:
@@ -23,23 +23,20 @@ _TEMPLATES = "additional_chat_templates"
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The files of a model's tokenizer as they were when their digest was computed.
+    """The files of a model's tokenizer.
 
     Attributes:
         folder: the folder that contains the files: that of the model, or of its base model.
-        identities: size and times of every file that transformers may read to load the tokenizer.
         digest: digest of the files' names and content.
     """
 
     model: str
     trust_remote_code: bool
     folder: Path
-    identities: dict[Path, FileIdentity]
     digest: str
 
     def load(self) -> PreTrainedTokenizerBase:
-        """Raises TokenizerError if there is no tokenizer or it cannot be loaded, and FileChangedError if a file has changed
-        since the digest was computed."""
+        """Raises TokenizerError if there is no tokenizer or it cannot be loaded."""
         from transformers import AutoTokenizer  # not needed to compute the digest
 
         try:
@@ -47,9 +44,7 @@ class TokenizerFiles:
                 self.folder, trust_remote_code=self.trust_remote_code
             )
         except Exception as error:  # transformers raises OSError, ValueError, KeyError and more for a broken tokenizer
-            require_unchanged(self.identities)
             raise TokenizerError(f"{self.folder}: the tokenizer cannot be loaded: {first_line(error)}") from error
-        require_unchanged(self.identities)
         return tokenizer
 
 
@@ -59,13 +54,12 @@ def read_tokenizer_files(model: str, trust_remote_code: bool = False) -> Tokeniz
     if not (folder / "tokenizer_config.json").is_file() and not (folder / "config.json").is_file():
         folder = read_checkpoint(folder).folder
     try:
-        identities = {path: FileIdentity.at(path) for path in _paths(folder)}
-        digests = file_digests(identities)
+        digests = file_digests({path: FileIdentity.at(path) for path in _paths(folder)})
     except OSError as error:
         raise TokenizerError(f"{folder}: the tokenizer's files cannot be read: {error}") from error
     names = sorted((str(path.relative_to(folder)), digest) for path, digest in digests.items())
     digest = hashlib.blake2b(repr(names).encode(), digest_size=16, person=b"reflogp.tokenize")
-    return TokenizerFiles(model, trust_remote_code, folder, identities, digest.hexdigest())
+    return TokenizerFiles(model, trust_remote_code, folder, digest.hexdigest())
 
 
 def _paths(folder: Path) -> list[Path]:

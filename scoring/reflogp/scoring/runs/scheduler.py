@@ -135,7 +135,6 @@ class Scheduler:
         check: function that is called in each turn of the run's loop, and that can raise an error to stop the run.
         commit_sequences, commit_seconds: maximum numbers of sequences and of seconds between two commits of this process's
             engine; the first commit comes after at most 10 seconds.
-        unit_sequences: maximum number of sequences in a unit; None for `commit_sequences`.
         closes_engine: whether `close` also closes the engine of this process.
     """
 
@@ -147,7 +146,6 @@ class Scheduler:
         check: Callable[[], None] = lambda: None,
         commit_sequences: int = COMMIT_SEQUENCES,
         commit_seconds: float = COMMIT_SECONDS,
-        unit_sequences: int | None = None,
         closes_engine: bool = True,
     ) -> None:
         self._own = None
@@ -156,7 +154,7 @@ class Scheduler:
         self._source = workers
         self._check = check
         self._window = min(commit_sequences, COMMIT_SEQUENCES)
-        self._unit_sequences = unit_sequences or commit_sequences
+        self._unit_sequences = commit_sequences
         self._table: ValuesTable
         self._report: Callable[[Event], None]
         self._news: queue.SimpleQueue[Event | Ended | tuple[_Member, Future[Any]]] = queue.SimpleQueue()
