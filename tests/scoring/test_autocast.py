@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from reflogp.service.settings import ReferenceSettings
-from reflogp.store import Store, UsageError, describe_reference
+from reflogp.store import UsageError, describe_reference
 from tools.families import build
 from tools.fidelity import rms, some_pairs, trl_token_logps
 
@@ -152,13 +152,3 @@ def test_other_engines_refuse_it_before_they_start(engine, options, reflogp, ref
     arguments = ("--store", tmp_path / "store", "--dtype", "bfloat16-autocast", "--engine", engine, *more)
     code, _, err = reflogp("score", reference_folder, pairs_file, *arguments)
     assert code == 2 and f"which the {engine} engine does not support; use the torch engine" in " ".join(err.split())
-
-
-@pytest.mark.slow
-def test_the_command_line_scores_joins_and_lists_it(reflogp, reference_folder, pairs_file, tmp_path):
-    store, dtype = tmp_path / "store", ("--dtype", "bfloat16-autocast")
-    assert reflogp("score", reference_folder, pairs_file, "--store", store, *dtype)[0] == 0
-    assert reflogp("join", reference_folder, pairs_file, "--store", store, *dtype, "-o", tmp_path / "out.parquet")[0] == 0
-    [reference] = Store(store).references()
-    assert reference.dtype == "bfloat16-autocast"
-    assert "in bfloat16-autocast" in reflogp("store", "ls", store)[1]

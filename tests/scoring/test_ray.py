@@ -1,7 +1,6 @@
 """Scoring on a real Ray cluster: two nodes (raylets) of one CPU on this machine; workers and nodes that are really killed."""
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.on_ray.cluster import connected
-from reflogp.scoring.on_ray.workers import ClusterWorkers, NodeWorker
+from reflogp.scoring.on_ray.workers import ClusterWorkers
 from reflogp.store import Store, UsageError, describe_reference
 from tests.conftest import write_rows
 from tests.scoring.spread_runs import Runs, odd_rows
@@ -82,27 +81,6 @@ def test_a_worker_that_can_be_placed_nowhere_is_not_waited_for_for_ever(cluster,
         Runs(model, tmp_path, workers)(file)
     with pytest.raises(UsageError, match="Ray assigns a GPU to each worker"):
         ClusterWorkers(model, None, describe_reference(model, "float32"), EngineChoice(device="cuda:1"))
-
-
-def test_a_node_that_has_another_model_or_store_is_refused(cluster, score, tmp_path, reference_folder):
-    """As the workers see it: the model's folder changes, or the store's is gone, after the run has begun."""
-    file = write_rows(tmp_path / "rows.jsonl", token_rows(2, seed=6))
-    model = shutil.copytree(reference_folder, tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
-
-    def change(rows):
-        (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
-
-    watching = Watching()
-    watching.read = change
-    with pytest.raises(UsageError, match=r"on node [0-9.]+ \(\w+\): .* is a different model on this worker's machine"):
-        score(file, model=model, watcher=watching)
-    watching.read = lambda rows: shutil.rmtree(model)
-    with pytest.raises(UsageError, match=r"on node [0-9.]+ \(\w+\): .*model"):
-        score(file, model=model, watcher=watching)
-    reference = describe_reference(str(reference_folder), "float32")
-    with pytest.raises(EngineError, match="use a folder on a filesystem that all machines share"):
-        NodeWorker(str(reference_folder), None, reference, EngineChoice(device="cpu"), str(tmp_path / "none"), 1).prepare()
 
 
 def test_the_most_probable_tokens(cluster, reflogp, reference_folder, tmp_path):

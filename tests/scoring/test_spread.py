@@ -21,13 +21,14 @@ from reflogp.scoring import machine
 from reflogp.scoring.data.images import RowImage
 from reflogp.scoring.data.objects import open_dataset
 from reflogp.scoring.data.read import RowSource
+from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.machine import Place, gpus_in_a_child, places
 from reflogp.scoring.runs import unit_queue, watch
 from reflogp.scoring.runs.misses import Miss
 from reflogp.scoring.runs.processes import LocalWorkers
 from reflogp.scoring.runs.unit_queue import LEAST, UnitQueue, unit_size
-from reflogp.scoring.runs.units import VisionCache, decode, encode
+from reflogp.scoring.runs.units import ScoringWorker, VisionCache, decode, encode
 from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages
 from reflogp.scoring.vision import load_processor
 from reflogp.store import UsageError, describe_reference
@@ -210,6 +211,13 @@ def test_a_model_that_changes_before_a_worker_loads_it_is_refused(score, tmp_pat
     watching.read = lambda rows: (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
     with pytest.raises(UsageError, match=r"on cpu: .* is a different model on this worker's machine"):
         score(write_rows(tmp_path / "rows.jsonl", token_rows(2, seed=6)), model=model, watcher=watching)
+
+
+def test_a_worker_that_does_not_see_the_store_is_refused(reference_folder, tmp_path):
+    """As on a node of a cluster that does not share the folder."""
+    made_of = describe_reference(str(reference_folder), "float32"), EngineChoice(device="cpu"), str(tmp_path / "none"), 1
+    with pytest.raises(EngineError, match="use a folder on a filesystem that all machines share"):
+        ScoringWorker(str(reference_folder), None, *made_of).prepare()
 
 
 @pytest.mark.slow
