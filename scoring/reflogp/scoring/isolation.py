@@ -11,12 +11,6 @@ T = TypeVar("T", bound=Hashable)
 _DEATHS = 2
 
 
-def halves(items: list[T]) -> list[list[T]]:
-    """Split items in the middle; the first half is the larger one."""
-    middle = (len(items) + 1) // 2
-    return [items[:middle], items[middle:]]
-
-
 class Isolation(Generic[T]):
     """Says, each time a process dies, which groups to try next."""
 
@@ -26,7 +20,8 @@ class Isolation(Generic[T]):
     def died(self, items: list[T]) -> tuple[list[list[T]], T | None]:
         """Return the groups to retry, one after the other and each alone; or the item to give up, if it is found."""
         if len(items) > 1:
-            return halves(items), None
+            middle = (len(items) + 1) // 2
+            return [items[:middle], items[middle:]], None
         [item] = items
         self._deaths[item] = self._deaths.get(item, 0) + 1
         return ([], item) if self._deaths[item] >= _DEATHS else ([items], None)

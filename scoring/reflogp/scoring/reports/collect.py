@@ -182,13 +182,7 @@ class Collector:
         self._parts: list[dict[str, npt.NDArray[Any]]] = []
 
     def add(self, window: TokenizedRows, found: Found, join: Join, other: Join | None = None) -> dict[int, str]:
-        """Add a window with completion columns. Return the reason of each of its bad rows.
-
-        Args:
-            found: result of the lookup of the keys of the table's sequences, one completion column after the other.
-            join: the sums of these values.
-            other: the sums of a second model's values.
-        """
+        """Add a window with completion columns. Return the reason of each of its bad rows."""
         table, summary = window.table, self._summary
         rows = table["row"].to_numpy()
         empty = np.logical_or.reduce([needed == 0 for needed in join.tokens.values()]) & ~join.dropped

@@ -33,11 +33,7 @@ _LAST_SECONDS = 20.0
 
 
 class LocalWorkers:
-    """Starts workers in processes on this machine, one per Place; see Workers.
-
-    Args:
-        choice: the engine that each worker loads; its `device` is replaced by the device of the worker's Place.
-    """
+    """Starts workers in processes on this machine, one per Place; see Workers."""
 
     may_come = True
 

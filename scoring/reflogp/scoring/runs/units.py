@@ -93,12 +93,7 @@ def encode(misses: list[Miss]) -> tuple[bytes, dict[Miss, str]]:
 
 
 def decode(content: bytes, find_vision: Callable[[str | None, bytes], VisionProcessor]) -> list[Miss]:
-    """Decode the bytes that `encode` returned. The only row of each miss is its index in the unit.
-
-    Args:
-        find_vision: function that is called if the unit has images. It gets the folder of the run's image processor and the
-            digest of the processor's settings. It returns a processor with the same settings that was loaded on this machine.
-    """
+    """Decode the bytes that `encode` returned. The only row of each miss is its index in the unit."""
     sent, table, note = decode_sequences(content)
     vision = None if note is None else find_vision(note[0], bytes.fromhex(note[1]))
     columns = (table[name].to_pylist() for name in ("key", "completion_len", "independent"))

@@ -111,11 +111,7 @@ class Head:
 
     @torch.inference_mode()
     def drawn(self, rows: int, size: float = _SMALL_AND_LARGE[1]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw hidden states, shape (rows, hidden size), and target tokens, int64 (rows,), to check the head on.
-
-        Args:
-            size: approximate root mean square of the states' products with the output embedding.
-        """
+        """Draw hidden states, shape (rows, hidden size), and target tokens, int64 (rows,), to check the head on."""
         weight = self._weight
         generator = torch.Generator(weight.device).manual_seed(0)
         hidden = torch.randn(rows, weight.shape[1], generator=generator, device=weight.device)

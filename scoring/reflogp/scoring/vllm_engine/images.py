@@ -68,11 +68,7 @@ class ImagePrompts:
         self._kept_bytes = 0
 
     def prompt(self, request: Request, salt: str) -> Any:
-        """Return vLLM's prompt for a sequence with images.
-
-        Raise ImageRefusedError if an image cannot be processed, or if the tokens that vLLM generates for an image differ from
-        the image's tokens in the sequence.
-        """
+        """Return vLLM's prompt for a sequence with images."""
         from vllm.inputs import mm_input
         from vllm.multimodal.inputs import MultiModalKwargsItems
 
@@ -96,11 +92,7 @@ class ImagePrompts:
         )
 
     def example(self, shade: int) -> tuple[bytes, bytes, npt.NDArray[np.int64], int]:
-        """Return (pixel digest, PNG file, token ids, id of the model's image token) of a test image.
-
-        Test images are scored when vLLM starts. In the token ids, each image token is represented by an image id (see
-        reflogp.store.images). `shade`, from 0 to 255, determines the image's two colors.
-        """
+        """Return (pixel digest, PNG file, token ids, id of the model's image token) of a test image."""
         import io
 
         from PIL import Image

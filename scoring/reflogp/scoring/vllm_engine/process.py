@@ -110,10 +110,7 @@ class Scorer:
         }
 
     def fits(self, tokens: int) -> bool:
-        """Return True if a request with this many tokens may be added to the requests in flight.
-
-        If no request is in flight, return True for any number of tokens.
-        """
+        """Return True if a request with this many tokens may be added to the requests in flight."""
         enough = self._blocks + self._blocks_of(tokens) <= self.room and len(self._flying) < self._at_a_time
         return enough or not self._flying
 
@@ -121,10 +118,7 @@ class Scorer:
         return bool(self._flying)
 
     def add(self, number: int, request: Request, salt: str) -> None:
-        """Send a request to vLLM.
-
-        Raises ImageRefusedError if vLLM cannot score the request because of its images.
-        """
+        """Send a request to vLLM."""
         ids = request.model_ids()
         settings = self._settings(self.method, ids, request.prompt_len, not request.reads_cache)
         if request.images is None:
