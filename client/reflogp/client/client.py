@@ -44,6 +44,7 @@ from reflogp.client.models import (
 from reflogp.client.protocol import Call, parsed
 from reflogp.client.tables import TokenIds
 from reflogp.store import UsageError
+from reflogp.store.digests import Progress
 from reflogp.store.files import write_atomically
 from reflogp.store.schema import ARROW_STREAM, stream_bytes
 from reflogp.store.windows import TruncationMode
@@ -212,7 +213,7 @@ class Client:
             raise SequencesRefusedError(problems, list(scores.token_logps))
         return scores
 
-    def upload(self, path: str | Path, name: str | None = None, *, progress: files.Progress | None = None) -> UploadInfo:
+    def upload(self, path: str | Path, name: str | None = None, *, progress: Progress | None = None) -> UploadInfo:
         """Upload a dataset file, without loading all of it into memory. A file that the service already has is not sent.
 
         Args:

@@ -380,8 +380,9 @@ def _submit_new(db: sqlite3.Connection, asked: Submission, most_queued: int | No
     queued = db.execute("select count(*) from job where state = 'queued'").fetchone()[0]
     if most_queued is not None and queued >= most_queued:
         raise Problem(429, "too many jobs are queued", "try again when some jobs have finished", {"Retry-After": "60"})
+    job = secrets.token_hex(8)
     row = {
-        "id": secrets.token_hex(8),
+        "id": job,
         "state": "queued",
         "identity": asked.identity,
         "content": asked.content,
@@ -394,8 +395,8 @@ def _submit_new(db: sqlite3.Connection, asked: Submission, most_queued: int | No
         "created_at": _now(),
     }
     db.execute(f"insert into job ({', '.join(row)}) values ({_marks(row)})", [*row.values()])
-    _set_origin(db, row["id"], asked)
-    return row["id"]
+    _set_origin(db, job, asked)
+    return job
 
 
 def _submit_again(db: sqlite3.Connection, asked: Submission, known: sqlite3.Row) -> str:
