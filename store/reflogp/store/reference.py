@@ -16,7 +16,7 @@ from typing import Any, Literal, cast, get_args
 
 from reflogp.store.checkpoint import Checkpoint, read_checkpoint, resolve_model
 from reflogp.store.digests import FileIdentity, Progress, file_digests, require_unchanged
-from reflogp.store.errors import ContentMismatchError, StoreFormatError, UsageError
+from reflogp.store.errors import ContentMismatchError, FileChangedError, StoreFormatError, UsageError
 from reflogp.store.schema import FORMAT
 from reflogp.store.texts import counted, short_repr
 
@@ -227,12 +227,27 @@ class ReferenceFiles:
     identities: dict[Path, FileIdentity]
 
     def require(self, reference: Reference) -> None:
-        """Raise ContentMismatchError if the files are not those of `reference`, which must have the same dtypes."""
-        if self.reference.reference_id != reference.reference_id:
-            raise ContentMismatchError(
-                f"{self.checkpoint.folder} changed: the model's reference id is now {self.reference.reference_id}, not "
-                f"{reference.reference_id}. Put the old files back, or run again with the new files (for a service: restart it)"
-            )
+        """Raise ContentMismatchError if the files are not those of `reference`. The message names up to three changed files.
+
+        `reference` must have the dtypes that were given to `read_reference_files`, because reference ids depend on them.
+        """
+        if self.reference.reference_id == reference.reference_id:
+            return
+        adapter, known = self.checkpoint.adapter, reference.adapter or {}
+        weights = set(reference.weights)
+        changed = [file for file in self.checkpoint.weight_files if self.digests[file] not in weights]
+        if self.reference.config != reference.config:
+            changed.append(self.checkpoint.folder / "config.json")
+        if adapter is not None and self.digests[adapter.weight_file] != known.get("weights"):
+            changed.append(adapter.weight_file)
+        if adapter is not None and (self.reference.adapter or {}).get("config") != known.get("config"):
+            changed.append(adapter.folder / "adapter_config.json")
+        changed = changed or sorted(file for file in self.digests if file.suffix == ".py") or [self.checkpoint.folder]
+        named = ", ".join(map(str, changed[:3])) + (", …" if len(changed) > 3 else "")
+        raise ContentMismatchError(
+            f"{named} changed: the model's reference id is now {self.reference.reference_id}, not {reference.reference_id}. "
+            "Put the old files back, or run again with the new files (for a service: restart it)"
+        )
 
     def require_unchanged(self) -> None:
         """Raise FileChangedError if a file was changed since. Call this after the files were loaded."""
@@ -255,9 +270,15 @@ def read_reference_files(
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> ReferenceFiles:
-    """Read a model's config, compute the digests of its files, and describe the reference, as `describe_reference` does."""
-    checkpoint = read_checkpoint(resolve_model(model, revision))
+    """Read a model's config, compute the digests of its files, and describe the reference.
+
+    The arguments and errors are the same as for `describe_reference`.
+    """
+    folder = resolve_model(model, revision)
+    checkpoint = read_checkpoint(folder)
     identities = {file: FileIdentity.at(file) for file in checkpoint.files()}
+    if read_checkpoint(folder) != checkpoint:
+        raise FileChangedError(f"{folder} changed while it was being read; run again when its files no longer change")
     digests = file_digests(checkpoint.hashed_files(), progress)
     reference = _reference_of(model, checkpoint, digests, dtype, lm_head_dtype)
     return ReferenceFiles(reference, checkpoint, digests, identities)
