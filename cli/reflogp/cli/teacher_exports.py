@@ -27,7 +27,8 @@ from reflogp.store.files import write_atomically
 from reflogp.store.joins import INPUT_IDS_COLUMN, ROW_COLUMN
 
 _IDS, _LOGPS = "ref_top_ids", "ref_top_logps"
-_ROWS_AT_ONCE = 1024
+#: Rows in memory at a time, and positions whose ids are taken apart into bits at a time: 4 * k * bits bytes a position.
+_ROWS_AT_ONCE, _POSITIONS_AT_ONCE = 64, 4096
 _WHOLE = "whole sequences: score and join rows with `messages` or `text`"
 #: What DistillKit needs to decode the files, as it writes its own settings.
 _CONFIG = """\
@@ -131,8 +132,11 @@ def _write(file: Path, tables: Iterator[pa.Table]) -> int:
 def _compressed(table: pa.Table, k: int, bits: int) -> pa.Table:
     positions, ids = _lengths(table, _IDS), _values(table, _IDS).reshape(-1, k)
     logps = _values(table, _LOGPS).astype("<f2").reshape(-1, k)
-    of_ids = (ids[:, :, None] >> np.arange(bits - 1, -1, -1)) & 1
-    packed = np.packbits(of_ids.reshape(len(ids), k * bits).astype(np.uint8), axis=1)
+    packed = np.empty((len(ids), -(-k * bits // 8)), np.uint8)
+    for start in range(0, len(ids), _POSITIONS_AT_ONCE):
+        part = ids[start : start + _POSITIONS_AT_ONCE, :, None]
+        of_ids = (part >> np.arange(bits - 1, -1, -1, dtype=np.int32)) & 1
+        packed[start : start + _POSITIONS_AT_ONCE] = np.packbits(of_ids.reshape(len(part), k * bits), axis=1)
     return pa.table(
         {
             "input_ids": table[INPUT_IDS_COLUMN].cast(pa.list_(pa.uint64())),
