@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,6 +31,8 @@ class Threads:
     def __init__(self, what: str, most: int, seconds: float | None = None) -> None:
         self._what, self._seconds = what, seconds
         self._free = asyncio.Semaphore(most)
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._idle = 0  # number of threads that wait for a call
 
     async def run(self, function: Callable[[Unpack[Arguments]], Result], *args: *Arguments) -> Result:
         """Return the result of a call in a thread.
@@ -58,6 +61,7 @@ class Threads:
         outcome: asyncio.Future[Result] = loop.create_future()
 
         def ended(result: Result | None, error: BaseException | None) -> None:
+            self._idle += 1
             self._free.release()
             if outcome.done():
                 return
@@ -75,9 +79,17 @@ class Threads:
             with suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(ended, result, error)
 
-        try:
-            threading.Thread(target=work, name=self._what, daemon=True).start()
-        except RuntimeError:  # the system allows no more threads
-            self._free.release()
-            raise
+        if self._idle:
+            self._idle -= 1
+        else:
+            try:
+                threading.Thread(target=self._work_for_ever, name=self._what, daemon=True).start()
+            except RuntimeError:  # the system allows no more threads
+                self._free.release()
+                raise
+        self._calls.put(work)
         return outcome
+
+    def _work_for_ever(self) -> None:
+        while True:
+            self._calls.get()()
