@@ -30,6 +30,8 @@ from reflogp.service.runner.reader import Reading, count_rows, read_rows
 
 #: An incomplete file that was not written to for this many seconds belongs to a process that was killed.
 _ABANDONED_SECONDS = 86_400.0
+#: Versions of the libraries that token ids depend on; read by the fork server, once for all jobs.
+_VERSIONS = {name: version(name) for name in ("reflogp", "transformers", "tokenizers")}
 
 
 class JobDataset:
@@ -140,7 +142,7 @@ def cache_name(dataset_digest: str, tokenizer_digest: str, form: Format | None, 
         "tokenizer": tokenizer_digest,
         "form": form,
         "split": split,
-        "versions": {name: version(name) for name in ("reflogp", "transformers", "tokenizers")},
+        "versions": _VERSIONS,
     }
     digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16, person=b"reflogp.tok.v4")
     return f"{digest.hexdigest()}.arrow"
