@@ -17,7 +17,9 @@ os.environ["TQDM_DISABLE"] = "1"
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAIRS = REPOSITORY / "examples" / "data" / "gsm8k_pairs.jsonl"
-
+#: The command line for a process that a test interrupts. A shell starts background processes with SIGINT ignored, and their
+#: children inherit that.
+INTERRUPTIBLE = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from reflogp.cli import main; main()"
 
 #: The files that take longest, longest first, so that none of them is begun when the others are done.
 LONGEST = (

@@ -12,7 +12,7 @@ import pytest
 
 from reflogp.client import Client
 from tests.client.test_jobs_client import made_up_rows
-from tests.conftest import write_rows
+from tests.conftest import INTERRUPTIBLE, write_rows
 from tests.service.serving import float32, serving, settings_file, wait_until
 
 DONE, FAILED, USAGE, MISSES, INTERRUPTED = 0, 1, 2, 3, 130
@@ -153,14 +153,16 @@ def test_jobs_are_listed(reflogp, url, tmp_path, pair_rows):
 @pytest.mark.slow
 def test_an_interrupted_watch_leaves_the_job_running(reflogp, url, tmp_path):
     data = write_rows(tmp_path / "long.jsonl", made_up_rows(time.time_ns(), 4000, 500))
-    program = "from reflogp.cli import main; main()"
     submit = ("submit", url, str(data), "--reference", "sft", "--watch")
-    with subprocess.Popen([sys.executable, "-c", program, *submit], stderr=subprocess.PIPE, text=True) as process:
-        job = process.stderr.readline().split()[1].rstrip(";")
-        with Client(url) as client:
-            wait_until(lambda: client.job(job).progress.scored > 0, 60)
-        process.send_signal(signal.SIGINT)
-        err = process.stderr.read()
+    with subprocess.Popen([sys.executable, "-c", INTERRUPTIBLE, *submit], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            job = process.stderr.readline().split()[1].rstrip(";")
+            with Client(url) as client:
+                wait_until(lambda: client.job(job).progress.scored > 0, 60)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()  # otherwise a failure would wait for the end of the job
     assert process.returncode == INTERRUPTED
     assert "Traceback" not in err
     assert f"job {job} continues on the service" in err

@@ -11,11 +11,10 @@ import pytest
 
 from reflogp.scoring import tracing
 from tests.collector import collector
-from tests.conftest import write_rows
+from tests.conftest import INTERRUPTIBLE, write_rows
 from tests.service.serving import token_rows, wait_until
 
 OFF = [sys.executable, "-m", "tests.without"]
-COMMAND = "from reflogp.cli import main; main()"
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ def taken():
 def score(reference_folder, tmp_path):
     """Start `reflogp score` with environment variables; more options, and what runs Python."""
 
-    def score(file, *options, python=(sys.executable, "-c", COMMAND), **environment):
+    def score(file, *options, python=(sys.executable, "-c", INTERRUPTIBLE), **environment):
         command = [*python, "score", reference_folder, file, "--store", tmp_path / "store", "--dtype", "float32", *options]
         known = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
         pipe = subprocess.PIPE
@@ -115,7 +114,8 @@ def test_a_collector_that_hangs_or_is_away_delays_a_run_by_a_few_seconds(score, 
 def test_without_the_extra_one_sentence_names_it_and_the_work_goes_on(score, tmp_path):
     """And without an endpoint nothing of opentelemetry is imported."""
     script = tmp_path / "command.py"
-    script.write_text(f"import atexit, sys\natexit.register(lambda: print('opentelemetry.sdk' in sys.modules))\n{COMMAND}")
+    told = "import atexit, sys\natexit.register(lambda: print('opentelemetry.sdk' in sys.modules))"
+    script.write_text(f"{told}\n{INTERRUPTIBLE}")
     python = (*OFF, "opentelemetry", "--", script)
     file = write_rows(tmp_path / "rows.jsonl", token_rows(20, 6))
     process = score(file, python=python, OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:4318")
