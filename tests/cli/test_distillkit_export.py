@@ -64,7 +64,7 @@ def test_the_decoded_values_are_those_of_plain_forwards(rows, joined, reflogp, t
         (
             [{"prompt_ids": [60, 61], "chosen_ids": [7, 30], "rejected_ids": [41]}],
             (),
-            "has preference pairs, but DistillKit reads",
+            "has no whole sequences with most probable tokens",
         ),
         ([{"prompt_ids": [60, 61, 62], "completion_ids": [7, 30]}], (), "row 0 has a prompt without values"),
         (CHATS, ("--max-length", 6), "joined with max_length 6"),

@@ -1,6 +1,12 @@
-"""`reflogp export`: write joined values in the file formats of training stacks, which run no other model where they have them.
+"""`reflogp export`: write joined values in the formats of training stacks that read them instead of running another model.
 
-axolotl-kd, distillkit: see teacher_exports.py.
+axolotl-kd: a dataset of the type axolotl.integrations.kd.chat_template (src/axolotl/integrations/kd/chat_template.py): Parquet
+rows with the lists `logprobs` and `target_token_ids`, which describe the last tokens of the chat.
+
+distillkit: the files of DistillKit's capture (distillkit/sample_logits_vllm.py). In data_0.parquet, `input_ids` has a row's
+token ids, and the j-th entries of `compressed_logprobs` and `bytepacked_indices` describe the token j + 1.
+distillkit/compression/config.py describes the compression; of its settings, these files use the ones that lose nothing: all
+log-probs are float16, as they are stored, and each id takes the bits that the largest id needs, the first bit of an id first.
 
 open-instruct: the format is defined in allenai/open-instruct, by TensorCache in open_instruct/model_utils.py and by
 build_reference_logprobs_cache in dpo_utils.py. It is a .pt file with the float32 tensors "chosen_logps" and "rejected_logps",
@@ -11,27 +17,41 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import typer
 
-from reflogp.cli import options, teacher_exports
-from reflogp.cli.console import EXIT_MISSES, err, needs, print_json, print_result
+from reflogp.cli import options
+from reflogp.cli.console import EXIT_MISSES, err, needs, print_result
 from reflogp.store import UsageError
 from reflogp.store.files import write_atomically
-from reflogp.store.joins import KTO_COLUMNS, PAIR_COLUMNS, ROW_COLUMN, tokens_column
+from reflogp.store.joins import INPUT_IDS_COLUMN, PAIR_COLUMNS, ROW_COLUMN, tokens_column
 from reflogp.store.texts import counted
 
-#: The value that compute_reference_cache_hash in dpo_utils.py returns: the first 16 hex digits of a sha256.
+_IDS, _TOP_LOGPS = "ref_top_ids", "ref_top_logps"
+#: Rows in memory at a time, and positions whose ids are taken apart into bits at a time: 4 * k * bits bytes a position.
+_ROWS_AT_ONCE, _POSITIONS_AT_ONCE = 64, 4096
+#: What DistillKit needs to decode the files, as it writes its own settings.
+_CONFIG = """\
+# Settings of the section teacher.logprob_compressor of a training run with DistillKit. `d` says how many bits an id takes.
+d: {d}
+k: {k}
+exact_k: {k}
+exact_dtype: float16
+polynomial_terms: null
+residual_bins: []
+delta_encoding: false
+error_diffusion: false
+"""
+#: The value that open-instruct's compute_reference_cache_hash returns: the first 16 hex digits of a sha256.
 _HASH = re.compile(r"[0-9a-f]{16}")
-_SETTINGS = ("ld_alpha", "max_length", "truncation_mode", "reference_id", "reference_dtype", "snapshot")
-_LOGPS = tuple(PAIR_COLUMNS.values())
-_TOKENS = tuple(map(tokens_column, _LOGPS))
 #: Maximum number of rows that a message names, and that the output of --json lists.
 _NAMED_ROWS, _LISTED_ROWS = 10, 100
 
@@ -86,106 +106,183 @@ def export(
 
     Example: reflogp export joined.parquet --as open-instruct -o ./caches --hash 3f0c9d2b81a4e567 --loss-type dpo_norm
     """
-    if stack != "open-instruct":
-        if cache_hash is not None or loss_type is not None:
-            raise UsageError("--hash and --loss-type are options of --as open-instruct")
-        result = teacher_exports.WRITERS[stack](joined, output)
-        print_result(result, as_json, f"{counted(result['written'], 'row')} written for {stack}: {output}")
-        return
-    if cache_hash is None or loss_type is None:
+    for_open_instruct = [cache_hash is not None, loss_type is not None]
+    if stack != "open-instruct" and any(for_open_instruct):
+        raise UsageError("--hash and --loss-type are options of --as open-instruct")
+    if stack == "open-instruct" and not all(for_open_instruct):
         raise UsageError("--as open-instruct needs --hash and --loss-type")
-    with needs("service"):
-        import torch
-    if not _HASH.fullmatch(cache_hash):
-        raise UsageError(
-            f"--hash {cache_hash}: open-instruct's hashes have 16 digits (0-9 and a-f); copy the hash from open-instruct's log"
-        )
-    table, settings, expected = _read(joined)
-    if reasons := _rows_without_values(table, expected):
+    opened, found = _open(joined)
+    missing: list[int] = []
+    if stack == "axolotl-kd":
+        file = _write_axolotl(opened, found, joined, output)
+    elif stack == "distillkit":
+        file = _write_distillkit(opened, found, joined, output)
+    else:
+        file, missing = _write_open_instruct(opened, found, joined, output / f"{cache_hash}.pt", loss_type == "dpo_norm")
+    written = 0 if missing else opened.metadata.num_rows
+    result = {"stack": stack, "rows": found["rows"], "written": written, "missing": found["rows"] - opened.metadata.num_rows}
+    if missing:
         err.print(
-            f"reflogp: {len(reasons)} of {expected} rows have no values in {joined}: {_named(reasons)}. An export needs values "
-            "for every row of the dataset: score these rows or remove them from the dataset, then join the dataset again",
+            f"reflogp: {len(missing)} of {found['rows']} rows have no values in {joined}: {_named(missing)}. An export needs "
+            "values for every row: score these rows or remove them from the dataset, then join the dataset again",
             style="red",
         )
-        if as_json:
-            missing = {"missing": len(reasons), "missing_row_numbers": sorted(reasons)[:_LISTED_ROWS]}
-            print_json({"stack": stack, "rows": expected, "written": 0, **missing})
+        print_result({**result, "missing": len(missing), "missing_row_numbers": missing[:_LISTED_ROWS]}, as_json)
         raise typer.Exit(EXIT_MISSES)
-    tensors = {
-        name.removeprefix("ref_"): torch.tensor(_values(joined, table, name, loss_type == "dpo_norm")) for name in _LOGPS
-    }
-    file = output / f"{cache_hash}.pt"
-    with write_atomically(file) as partial, partial.open("wb") as out_file:
-        torch.save(tensors, out_file)
-    origin = {name: settings[name] for name in ("reference_id", "reference_dtype", "snapshot")}
-    result = {"stack": stack, "rows": expected, "written": expected, "missing": 0, "files": [str(file)], **origin}
-    print_result(result, as_json, f"{counted(expected, 'pair')} written for {stack}: {file}")
+    result |= {name: found[name] for name in ("reference_id", "reference_dtype", "snapshot", "top_k") if name in found}
+    print_result({**result, "files": [str(file)]}, as_json, f"{counted(written, 'row')} written for {stack}: {file}")
 
 
-def _read(file: Path) -> tuple[pa.Table, dict[str, Any], int]:
-    """Return (row numbers, values and errors of a joined file or job's result, its settings, the dataset's number of rows).
-
-    Raises UsageError if the file is not one of these, or if open-instruct's values would differ from the file's.
-    """
+def _open(joined: Path) -> tuple[pq.ParquetFile, dict[str, Any]]:
+    """Return a joined file or a job's result, and what it says about its settings, its values and the dataset's rows."""
     try:
-        opened = pq.ParquetFile(file)
-        names, metadata = opened.schema_arrow.names, opened.metadata.metadata
-        found = json.loads(metadata[b"reflogp"])
-        settings = {name: found[name] for name in _SETTINGS}
-        expected = json.loads(metadata[b"reflogp.coverage"])["rows"]
-        if KTO_COLUMNS["completion_ids"] in names and _LOGPS[0] not in names:
-            raise UsageError(f"{file} has KTO rows, but exports need preference pairs; join a dataset of preference pairs")
-        row_column = ROW_COLUMN if ROW_COLUMN in names else "row"  # its name in a job's result, which also has errors
-        needed = [row_column, *_LOGPS, *_TOKENS, *(["error"] if row_column == "row" else [])]
-        table = opened.read(needed).select(needed)
-        table = table.rename_columns([ROW_COLUMN, *table.column_names[1:]])
+        opened = pq.ParquetFile(joined)
+        metadata = opened.metadata.metadata
+        return opened, json.loads(metadata[b"reflogp.coverage"]) | json.loads(metadata[b"reflogp"])
     except (pa.ArrowException, OSError, TypeError, KeyError, ValueError) as error:
-        raise UsageError(f"{file} cannot be read as output of `reflogp join` or `reflogp jobs result`: {error!r}") from error
-    if settings["ld_alpha"] is not None:
+        raise UsageError(f"{joined} cannot be read as output of `reflogp join` or `reflogp jobs result`: {error!r}") from error
+
+
+def _write_axolotl(opened: pq.ParquetFile, found: dict[str, Any], joined: Path, output: Path) -> Path:
+    if output.suffix != ".parquet":
+        raise UsageError(f"the output {output} is written as a Parquet file, so its name must end in .parquet")
+    names = opened.schema_arrow.names
+    kept = [name for name in ("messages", "conversations", "tools") if name in names]
+    if not {"messages", "conversations"} & set(kept) or _IDS not in names:
+        raise UsageError(f"{joined} has no conversations with most probable tokens: score and join `messages` with --top-k")
+    if found["max_length"] is not None and found["truncation_mode"] == "keep_start":
         raise UsageError(
-            f"{file} was joined with ld_alpha {settings['ld_alpha']}, but exports need sums in which every token has the "
+            f"{joined} was joined with max_length {found['max_length']}, but axolotl aligns the values with the end of each "
+            "chat: run `reflogp join` again without --max-length"
+        )
+    renamed = [*kept, "logprobs", "target_token_ids"]
+    _write(output, (table.select([*kept, _TOP_LOGPS, _IDS]).rename_columns(renamed) for table in _tables(opened)))
+    return output
+
+
+def _write_distillkit(opened: pq.ParquetFile, found: dict[str, Any], joined: Path, output: Path) -> Path:
+    if not {INPUT_IDS_COLUMN, _IDS} <= set(opened.schema_arrow.names):
+        raise UsageError(
+            f"{joined} has no whole sequences with most probable tokens: score and join rows with `messages` or `text`, both "
+            "with --top-k"
+        )
+    if found["max_length"] is not None:
+        raise UsageError(
+            f"{joined} was joined with max_length {found['max_length']}, but DistillKit cuts the sequences itself: run "
+            "`reflogp join` again without --max-length"
+        )
+    largest_id = 0
+    for table in _tables(opened):
+        without = _lengths(table, INPUT_IDS_COLUMN) - 1 - _lengths(table, _IDS)
+        if without.any():
+            row = table[ROW_COLUMN][int(without.argmax())]
+            raise UsageError(
+                f"{joined}: row {row} has a prompt without values, but DistillKit reads whole sequences: score and join rows "
+                "with `messages` or `text`"
+            )
+        largest_id = max(largest_id, _values(table, _IDS).max(initial=0))
+    bits = max(1, int(largest_id).bit_length())
+    _write(output / "data_0.parquet", (_compressed(table, found["top_k"], bits) for table in _tables(opened)))
+    (output / "compression_config.yaml").write_text(_CONFIG.format(d=1 << bits, k=found["top_k"]))
+    return output / "data_0.parquet"
+
+
+def _write_open_instruct(
+    opened: pq.ParquetFile, found: dict[str, Any], joined: Path, output: Path, means: bool
+) -> tuple[Path, list[int]]:
+    """Write the file, unless some rows have no values. Return the file and these rows."""
+    with needs("service"):
+        import torch
+    if not _HASH.fullmatch(output.stem):
+        raise UsageError(
+            f"--hash {output.stem}: open-instruct's hashes have 16 digits (0-9 and a-f); copy the hash from its log"
+        )
+    names, pairs = opened.schema_arrow.names, list(PAIR_COLUMNS.values())
+    row_column = ROW_COLUMN if ROW_COLUMN in names else "row"  # its name in a job's result
+    needed = [row_column, *pairs, *map(tokens_column, pairs)]
+    if not set(needed) <= set(names):
+        raise UsageError(f"{joined} has no sums of preference pairs, which open-instruct reads: score and join such pairs")
+    if found["ld_alpha"] is not None:
+        raise UsageError(
+            f"{joined} was joined with ld_alpha {found['ld_alpha']}, but exports need sums in which every token has the "
             "weight 1; run `reflogp join` or `reflogp submit` again without --ld-alpha"
         )
-    if settings["max_length"] is not None and settings["truncation_mode"] != "keep_start":
+    if found["max_length"] is not None and found["truncation_mode"] != "keep_start":
         raise UsageError(
-            f"{file} was joined with truncation_mode {settings['truncation_mode']}, but open-instruct keeps the start of each "
+            f"{joined} was joined with truncation_mode {found['truncation_mode']}, but open-instruct keeps the start of each "
             "sequence; run `reflogp join` or `reflogp submit` again with --truncation-mode keep_start"
         )
-    if not (np.diff(table[ROW_COLUMN].to_numpy()) > 0).all():
-        raise UsageError(f"the rows of {file} are not in dataset order, or some are repeated; run `reflogp join` again")
-    return table, settings, expected
-
-
-def _rows_without_values(table: pa.Table, expected: int) -> dict[int, str]:
-    """Return the numbers of rows without values, each with its reason or "".
-
-    In a job's result, the values of such rows are null; in a joined file, such rows are missing.
-    """
-    rows = table[ROW_COLUMN].to_numpy()
-    null = np.logical_or.reduce([table[name].is_null().to_numpy() for name in (*_LOGPS, *_TOKENS)])
-    reasons = {int(row): "" for row in np.setdiff1d(np.arange(expected), rows[~null])}
-    if "error" in table.column_names:
-        reasons |= {int(rows[at]): table["error"][at].as_py() or "" for at in np.flatnonzero(null)}
-    return reasons
-
-
-def _values(file: Path, table: pa.Table, name: str, means: bool) -> npt.NDArray[np.float32]:
-    values = table[name].to_numpy().astype(np.float64)
-    if means:
+    table = opened.read(needed).drop_null()  # in a job's result, rows without values are null
+    rows = table[row_column].to_numpy()
+    if not (np.diff(rows) > 0).all():
+        raise UsageError(f"the rows of {joined} are not in dataset order, or some are repeated; run `reflogp join` again")
+    if missing := np.setdiff1d(np.arange(found["rows"]), rows).tolist():
+        return output, missing
+    tensors = {}
+    for name in pairs:
+        tokens = table[tokens_column(name)].to_numpy() if means else np.ones(len(rows))
         with np.errstate(divide="ignore", invalid="ignore"):
-            values = values / table[tokens_column(name)].to_numpy()
-    if bad := dict.fromkeys(np.flatnonzero(~np.isfinite(values)).tolist(), ""):
-        needs = " (a mean needs a completion with at least one token)" if means else ""
-        raise UsageError(
-            f"{file} has values that are not finite{needs}: {_named(bad)}; remove these rows, and join the dataset again"
-        )
-    exported: npt.NDArray[np.float32] = values.astype(np.float32)
-    return exported
+            values = table[name].to_numpy().astype(np.float64) / tokens
+        if bad := np.flatnonzero(~np.isfinite(values)).tolist():
+            why = " (a mean needs a completion with at least one token)" if means else ""
+            raise UsageError(
+                f"{joined} has values that are not finite{why}: {_named(bad)}; remove these rows, and join the dataset again"
+            )
+        tensors[name.removeprefix("ref_")] = torch.tensor(values, dtype=torch.float32)
+    with write_atomically(output) as partial, partial.open("wb") as file:
+        torch.save(tensors, file)
+    return output, []
 
 
-def _named(rows: dict[int, str]) -> str:
-    """Return a phrase such as "rows 4 (too long), 5, 9": the first rows, each with its reason if it is known."""
-    numbers = sorted(rows)
-    named = ", ".join(f"{row} ({rows[row]})" if rows[row] else str(row) for row in numbers[:_NAMED_ROWS])
-    more = f" and {len(numbers) - _NAMED_ROWS} more" if len(numbers) > _NAMED_ROWS else ""
-    return f"{'row' if len(numbers) == 1 else 'rows'} {named}{more}"
+def _named(rows: list[int]) -> str:
+    more = f" and {len(rows) - _NAMED_ROWS} more" if len(rows) > _NAMED_ROWS else ""
+    return f"{'row' if len(rows) == 1 else 'rows'} {', '.join(map(str, rows[:_NAMED_ROWS]))}{more}"
+
+
+def _tables(opened: pq.ParquetFile) -> Iterator[pa.Table]:
+    return map(pa.table, opened.iter_batches(_ROWS_AT_ONCE))
+
+
+def _write(file: Path, tables: Iterator[pa.Table]) -> None:
+    writer = None
+    with write_atomically(file) as partial, partial.open("wb") as opened:
+        for table in tables:
+            writer = writer or pq.ParquetWriter(opened, table.schema, compression="zstd")
+            writer.write_table(table)
+        if writer is not None:
+            writer.close()
+
+
+def _compressed(table: pa.Table, k: int, bits: int) -> pa.Table:
+    positions, ids = _lengths(table, _IDS), _values(table, _IDS).reshape(-1, k)
+    logps = _values(table, _TOP_LOGPS).astype("<f2").reshape(-1, k)
+    packed = np.empty((len(ids), -(-k * bits // 8)), np.uint8)
+    for start in range(0, len(ids), _POSITIONS_AT_ONCE):
+        part = ids[start : start + _POSITIONS_AT_ONCE, :, None]
+        of_ids = (part >> np.arange(bits - 1, -1, -1, dtype=np.int32)) & 1
+        packed[start : start + _POSITIONS_AT_ONCE] = np.packbits(of_ids.reshape(len(part), k * bits), axis=1)
+    return pa.table(
+        {
+            "input_ids": table[INPUT_IDS_COLUMN].cast(pa.list_(pa.uint64())),
+            "compressed_logprobs": _lists(logps.view(np.uint8), positions),
+            "bytepacked_indices": _lists(packed, positions),
+        }
+    )
+
+
+def _lengths(table: pa.Table, column: str) -> npt.NDArray[np.int64]:
+    lengths: npt.NDArray[np.int64] = pc.list_value_length(table[column]).to_numpy().astype(np.int64)
+    return lengths
+
+
+def _values(table: pa.Table, column: str) -> npt.NDArray[Any]:
+    """Return all values of a column of lists of lists."""
+    values: npt.NDArray[Any] = pc.list_flatten(pc.list_flatten(table[column])).to_numpy()
+    return values
+
+
+def _lists(values: npt.NDArray[np.uint8], positions: npt.NDArray[np.int64]) -> pa.ListArray:
+    """Return the bytes of each position, shape (positions, bytes), as a list of lists for each row."""
+    starts = pa.array(np.arange(len(values) + 1, dtype=np.int32) * values.shape[1])
+    inner = pa.ListArray.from_arrays(starts, pa.array(values.ravel()))
+    return pa.ListArray.from_arrays(pa.array(np.cumsum([0, *positions], dtype=np.int32)), inner)
