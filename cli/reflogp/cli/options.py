@@ -132,6 +132,23 @@ Devices = Annotated[
         metavar="all|NAME,…",
     ),
 ]
+
+
+def _token_budget(text: str) -> int | str:
+    if text != "auto" and not (text.isdigit() and int(text) > 0):
+        raise typer.BadParameter(f'{text}: use a positive whole number, or "auto"')
+    return text if text == "auto" else int(text)
+
+
+TokenBudget = Annotated[
+    Any,
+    typer.Option(
+        parser=_token_budget,
+        help="With --engine torch: maximum number of tokens in one batch, halved when memory runs out. Default: `auto` (based "
+        "on free memory).",
+        metavar="N|auto",
+    ),
+]
 Url = Annotated[str, typer.Argument(help="URL of the service, as printed by `reflogp serve`.", metavar="URL")]
 Token = Annotated[
     str | None, typer.Option("--token", envvar="REFLOGP_TOKEN", help="Bearer token, if the service requires one.")

@@ -6,24 +6,38 @@ import re
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from reflogp.cli import engine_options, options
+from reflogp.cli import options
 from reflogp.cli.console import EXIT_MISSES, needs, print_notes, print_result, progress_bar, quiet_libraries
-from reflogp.cli.engine_options import claimed_reference, engine_choice
 from reflogp.cli.options import takes_score_arguments
 from reflogp.cli.scored import find_reference, tokenized
+from reflogp.scoring.engines import EngineChoice, EngineName
 from reflogp.scoring.machine import places
-from reflogp.store import Reference, Store, UsageError, read_checkpoint, resolve_model
+from reflogp.store import Reference, ReflogpError, Store, UsageError, read_checkpoint, resolve_model
 from reflogp.store.commands import ScoreArguments
 from reflogp.store.reference import AUTO
 
 if TYPE_CHECKING:
     from reflogp.scoring.runs.scheduler import Workers
 
+_VLLM, _REMOTE = "With --engine vllm", "With --engine remote"
+#: The engine to which each option belongs.
+_OWNERS: dict[str, EngineName] = {
+    "token_budget": "torch",
+    "tensor_parallel": "vllm",
+    "vllm_option": "vllm",
+    "url": "remote",
+    "served_model": "remote",
+    "concurrency": "remote",
+    "patience": "remote",
+    "claim": "remote",
+    "trust_claim": "remote",
+}
 _ADDRESS = re.compile(r"auto|local|ray://\S+|[^/\s]+:\d+")
 
 
@@ -41,10 +55,21 @@ class ScoreCommand(TyperCommand):
 def score(
     arguments: ScoreArguments,
     ctx: typer.Context,
-    engine: engine_options.Engine = "torch",
-    strict_engine: engine_options.StrictEngine = False,
+    engine: Annotated[
+        EngineName,
+        typer.Option(
+            help="Engine to use: `torch`, `vllm` (for models that need several GPUs) or `remote` (a `vllm serve` that is "
+            "already running)."
+        ),
+    ] = "torch",
+    strict_engine: Annotated[
+        bool,
+        typer.Option(
+            "--strict-engine", help="Fail if an engine other than --engine computed any of the store's values for this dataset."
+        ),
+    ] = False,
     devices: options.Devices = None,
-    token_budget: engine_options.TokenBudget = None,
+    token_budget: options.TokenBudget = "auto",
     ray: Annotated[
         str | None,
         typer.Option(
@@ -57,15 +82,63 @@ def score(
     ray_workers: Annotated[
         int | None, typer.Option(min=1, help="Number of workers on Ray. Default: as many as the cluster has resources for.")
     ] = None,
-    tensor_parallel: engine_options.TensorParallel = None,
-    vllm_option: engine_options.VllmOption = None,
-    url: engine_options.Url = None,
-    served_model: engine_options.ServedModel = None,
-    concurrency: engine_options.Concurrency = None,
-    patience: engine_options.Patience = None,
-    claim: engine_options.Claim = None,
-    trust_claim: engine_options.TrustClaim = False,
-    top_k: engine_options.TopK = 0,
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="Number of GPUs to shard one model over.", rich_help_panel=_VLLM)
+    ] = 1,
+    vllm_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Additional argument for vLLM, such as gpu_memory_utilization=0.8; repeatable.",
+            metavar="NAME=VALUE",
+            rich_help_panel=_VLLM,
+        ),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="URL of the running `vllm serve`, such as http://HOST:8000. The server's API key is read from VLLM_API_KEY.",
+            rich_help_panel=_REMOTE,
+        ),
+    ] = None,
+    served_model: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the model on the server. Default: the server's model, if it has only one.", rich_help_panel=_REMOTE
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(min=1, help="Maximum number of concurrent requests to the server.", rich_help_panel=_REMOTE)
+    ] = 64,
+    patience: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for a server that does not respond.", rich_help_panel=_REMOTE)
+    ] = 300,
+    claim: Annotated[
+        str | None,
+        typer.Option(
+            help="Required if MODEL contains no weights: the reference whose values the server computes. Pass a reference id "
+            "from the store, or a file written by `reflogp reference`. The dtype is taken from this reference. With this "
+            "option, reflogp does not check the server's values.",
+            metavar="ID|FILE",
+            rich_help_panel=_REMOTE,
+        ),
+    ] = None,
+    trust_claim: Annotated[
+        bool,
+        typer.Option(
+            "--trust-claim",
+            help="Store the server's values without first comparing some of them with values computed from MODEL's weights.",
+            rich_help_panel=_REMOTE,
+        ),
+    ] = False,
+    top_k: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=256,
+            help="Also store the K most probable tokens of each completion position, for distillation.",
+            metavar="K",
+        ),
+    ] = 0,
     commit_sequences: Annotated[
         int, typer.Option(min=1, help="Commit values to the store after this many sequences, but at least every 30 seconds.")
     ] = 4096,
@@ -92,10 +165,27 @@ def score(
         from reflogp.scoring.runs.processes import LocalWorkers
         from reflogp.scoring.runs.scheduler import Scheduler
         from reflogp.scoring.runs.score import score_dataset
+        from reflogp.scoring.vllm_engine.options import parse_options
     quiet_libraries()
-    choice = engine_choice(engine, arguments.trust_remote_code, claim is None and not trust_claim, ctx.params)
-    if (claim or trust_claim) and engine != "remote":
-        raise UsageError(f"--{'claim' if claim else 'trust-claim'} is an option of --engine remote, but the engine is {engine}")
+    for option, owner in _OWNERS.items():
+        source = ctx.get_parameter_source(option)
+        if source is not None and source.name == "COMMANDLINE" and owner != engine:
+            raise UsageError(f"--{option.replace('_', '-')} is an option of --engine {owner}, but the engine is {engine}")
+    if engine == "remote" and url is None:
+        raise UsageError("--engine remote needs --url, the address of a running `vllm serve`")
+    choice = EngineChoice(
+        engine,
+        token_budget=token_budget,
+        trust_remote_code=arguments.trust_remote_code,
+        tensor_parallel=tensor_parallel,
+        vllm_options=parse_options(vllm_option or []),
+        url=url,
+        served_model=served_model,
+        concurrency=concurrency,
+        patience_seconds=patience,
+        check_claim=claim is None and not trust_claim,
+        top_k=top_k,
+    )
     if ray_workers is not None and ray is None:
         raise UsageError("--ray-workers needs --ray")
     if ray is not None and engine == "remote":
@@ -128,8 +218,7 @@ def score(
             folder, reference = find_reference(opened, arguments, choice.default_dtype())
         else:
             folder = str(resolve_model(arguments.model, arguments.revision, weights=False))
-            reference = claimed_reference(claim, opened)
-            _require_claimed(arguments, reference)
+            reference = _claimed_reference(claim, opened, arguments)
         choice.require_dtype(reference.dtype)
         workers: Workers | None = None
         if ray is not None:
@@ -167,9 +256,24 @@ def _require_weights(model: str, revision: str | None) -> None:
         ) from error
 
 
-def _require_claimed(arguments: ScoreArguments, reference: Reference) -> None:
-    """Raise UsageError if --dtype or --lm-head-dtype was given and contradicts the claimed reference."""
+def _claimed_reference(claim: str, store: Store, arguments: ScoreArguments) -> Reference:
+    """Return the reference that `claim` names: a file written by `reflogp reference`, or a reference id in the store.
+
+    Raises UsageError if --dtype or --lm-head-dtype was given and contradicts this reference.
+    """
+    file = Path(claim).expanduser()
+    if file.is_file():
+        try:
+            reference = Reference.from_json(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UsageError(f"--claim {claim}: this file is not valid output of `reflogp reference`: {error}") from error
+    else:
+        try:
+            reference = store[claim].reference
+        except ReflogpError as error:
+            raise UsageError(f"--claim {claim} is neither a file nor the id of a stored reference: {error}") from error
     for name, given in (("dtype", arguments.dtype), ("lm_head_dtype", arguments.lm_head_dtype)):
         claimed, option = getattr(reference, name), f"--{name.replace('_', '-')}"
         if given not in (None, AUTO, claimed):
             raise UsageError(f"{option} {given}: the reference given with --claim has {name} {claimed}; omit {option}")
+    return reference

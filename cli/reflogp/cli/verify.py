@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from reflogp.cli import engine_options, options
+from reflogp.cli import options
 from reflogp.cli.console import EXIT_FAILED, Bar, err, needs, print_result, progress_bar, quiet_libraries
-from reflogp.cli.engine_options import engine_choice
 from reflogp.cli.options import takes_score_arguments
 from reflogp.cli.scored import find_reference, tokenized
+from reflogp.scoring.engines import EngineChoice
 from reflogp.store import ReflogpError, Snapshot, Store
 from reflogp.store.commands import ScoreArguments, naming_command
 from reflogp.store.joins import completion_columns
@@ -36,7 +35,7 @@ def verify(
     seed: Annotated[int, typer.Option(help="Seed of the random choice of rows.")] = 0,
     snapshot: options.SnapshotNumber = None,
     device: Annotated[str, typer.Option(help="Device to compute on: auto, cpu, cuda, cuda:1, …")] = "auto",
-    token_budget: engine_options.TokenBudget = None,
+    token_budget: options.TokenBudget = "auto",
     as_json: options.AsJson = False,
 ) -> None:
     """Compute the values of some of a dataset's rows again with the model, and compare them with the stored values.
@@ -52,8 +51,7 @@ def verify(
         from reflogp.scoring.data.read import RowSource
         from reflogp.trainer.gate import is_moe, tolerance
     quiet_libraries()
-    choice = engine_choice("torch", arguments.trust_remote_code, False, {"token_budget": token_budget})
-    choice = replace(choice, device=device)
+    choice = EngineChoice(device=device, token_budget=token_budget, trust_remote_code=arguments.trust_remote_code)
     source, opened = RowSource(arguments.data, arguments.split), Store(arguments.store)
     with naming_command(arguments.command()):
         folder, reference = find_reference(opened, arguments)
