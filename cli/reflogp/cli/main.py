@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer import rich_utils
 
-from reflogp.cli import demo, doctor, export, jobs, reference, score, serve, store, stored, submit, verify
+from reflogp.cli import demo, doctor, export, jobs, score, serve, store, stored, submit, verify
 from reflogp.cli.console import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -79,7 +79,7 @@ app.command("join")(stored.join)
 app.command("verify")(verify.verify)
 app.command("report")(stored.report)
 app.command("export")(export.export)
-app.command("reference")(reference.reference)
+app.command("reference")(score.reference)
 app.command("serve")(serve.serve)
 app.command("token")(serve.token)
 app.command("submit")(submit.submit)

@@ -1,8 +1,9 @@
-"""`reflogp score`: score a dataset's sequences that are not in the store yet."""
+"""`reflogp score` and `reflogp reference`: score what the store lacks, and print the id of a reference model."""
 
 from __future__ import annotations
 
 import re
+import sys
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -15,10 +16,10 @@ from typer.core import TyperCommand
 from reflogp.cli import options
 from reflogp.cli.console import EXIT_MISSES, needs, print_notes, print_result, progress_bar, quiet_libraries
 from reflogp.cli.options import takes_score_arguments
-from reflogp.cli.scored import find_reference, tokenized
+from reflogp.cli.scored import HASHING, find_reference, tokenized
 from reflogp.scoring.engines import EngineChoice, EngineName
 from reflogp.scoring.machine import places
-from reflogp.store import Reference, ReflogpError, Store, UsageError, read_checkpoint, resolve_model
+from reflogp.store import Reference, ReflogpError, Store, UsageError, describe_reference, read_checkpoint, resolve_model
 from reflogp.store.commands import ScoreArguments
 from reflogp.store.reference import AUTO
 
@@ -277,3 +278,25 @@ def _claimed_reference(claim: str, store: Store, arguments: ScoreArguments) -> R
         if given not in (None, AUTO, claimed):
             raise UsageError(f"{option} {given}: the reference given with --claim has {name} {claimed}; omit {option}")
     return reference
+
+
+def reference(
+    model: options.Model,
+    dtype: options.Dtype = "bfloat16",
+    lm_head_dtype: options.LmHeadDtype = None,
+    revision: options.Revision = None,
+) -> None:
+    """Print a JSON object with a reference model's id, and the digests, config and dtypes from which the id is computed.
+
+    This command hashes the weights, but does not load the model.
+
+    `reflogp score --engine remote` can run on a machine without the vLLM server's weights. In this case, run this
+    command on a machine that has the weights, save the output to a file, and pass the file to `reflogp score` with --claim. The
+    values are then stored under the correct id.
+
+    Example: reflogp reference ./sft-model --dtype bfloat16 > sft.reference.json
+    """
+    resolve_model(model, revision)
+    with progress_bar(HASHING) as bar:
+        found = describe_reference(model, dtype, lm_head_dtype=lm_head_dtype, revision=revision, progress=bar.hashed)
+    sys.stdout.write(found.to_json() + "\n")
