@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer import rich_utils
 
-from reflogp.cli import demo, doctor, export, jobs, score, serve, store, stored, submit, verify
+from reflogp.cli import demo, doctor, export, jobs, score, serve, store, stored, verify
 from reflogp.cli.console import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -82,7 +82,7 @@ app.command("export")(export.export)
 app.command("reference")(score.reference)
 app.command("serve")(serve.serve)
 app.command("token")(serve.token)
-app.command("submit")(submit.submit)
+app.command("submit")(jobs.submit)
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(store.app, name="store")
 for commands in (app, jobs.app, store.app):

@@ -267,8 +267,8 @@ class Client:
         a new job, unless both submissions have the same `idempotency_key`.
 
         Args:
-            dataset: path of a file on this machine, which is uploaded first; name ("ORGANISATION/NAME") of a dataset on the
-                Hugging Face Hub, which the service downloads if its settings allow it; or a ServicePath, ServiceUri or
+            dataset: path of a file on this machine, which is uploaded first; URI, or name ("ORGANISATION/NAME") on the Hugging
+                Face Hub, of a dataset that the service downloads if its settings allow it; or a ServicePath, ServiceUri or
                 Uploaded.
             reference: name or id of the reference.
             split: name of the split to score, if `dataset` is a saved DatasetDict or a dataset on the Hub.
@@ -285,7 +285,8 @@ class Client:
         Raises NotAllowedError if the service's settings do not allow the dataset's path or URI.
         """
         if isinstance(dataset, str | Path):
-            dataset = files.on_hub(dataset) or Uploaded(self.upload(dataset).name)
+            uri = files.service_uri(dataset) if isinstance(dataset, str) else None
+            dataset = uri or Uploaded(self.upload(dataset).name)
         settings = {
             "reference": reference,
             "format": format,

@@ -19,6 +19,7 @@ _DIGEST_CHARACTERS, _NAME_CHARACTERS = 12, 185
 #: Pattern of "ORGANISATION/NAME", the name of a dataset on the Hugging Face Hub. It does not match paths that begin with a
 #: dot, such as ./data.
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 #: Suffixes of dataset files that the service accepts.
 _KNOWN = re.compile(r"\.((jsonl|ndjson|json|csv)(\.(gz|bz2|zst|lz4))?|parquet|arrow|feather)$", re.IGNORECASE)
 
@@ -61,8 +62,7 @@ def local_file(path: str | Path, name: str | None = None, progress: Progress | N
             " For a dataset with this name on the Hugging Face Hub, use hf://datasets/ORGANISATION/NAME (in Python: ServiceUri)"
         )
     if not found.is_file():
-        elsewhere = "; use ServiceUri for a dataset that the service downloads" if "://" in str(path) else ""
-        raise UsageError(f"{path}: no such file on this machine{elsewhere}")
+        raise UsageError(f"{path}: no such file on this machine")
     if not is_dataset_name(name or found.name):
         raise UsageError(
             f"{name or found.name}: the name of a dataset file must end in .parquet, .arrow, .jsonl, .json or .csv; "
@@ -77,14 +77,16 @@ def local_file(path: str | Path, name: str | None = None, progress: Progress | N
     return LocalFile(found, name or _upload_name(found.name, digest), size, digest, progress)
 
 
-def on_hub(dataset: str | Path) -> ServiceUri | None:
-    """Return the URI of the dataset on the Hugging Face Hub if `dataset` has the form "ORGANISATION/NAME", or None.
+def service_uri(dataset: str) -> ServiceUri | None:
+    """Return the dataset that the service downloads, for a URI or for "ORGANISATION/NAME" on the Hugging Face Hub; or None.
 
     Existing files and folders on this machine, and names with a dataset file's suffix, come first, as in `reflogp score`.
     """
-    if not isinstance(dataset, str) or not _HUB_NAME.fullmatch(dataset) or is_dataset_name(dataset):
+    if _URI.match(dataset):
+        return ServiceUri(dataset)
+    if not _HUB_NAME.fullmatch(dataset) or is_dataset_name(dataset) or Path(dataset).exists():
         return None
-    return None if Path(dataset).exists() else ServiceUri(f"hf://datasets/{dataset}")
+    return ServiceUri(f"hf://datasets/{dataset}")
 
 
 def described(dataset: ServicePath | ServiceUri | Uploaded) -> dict[str, str]:

@@ -165,8 +165,7 @@ class Job:
         )
 
     def _named(self) -> str:
-        dataset = next((str(self.dataset[kind]) for kind in ("upload", "path", "uri") if self.dataset.get(kind)), "")
-        scored = " with ".join(filter(None, (dataset, str(self.settings.get("reference") or ""))))
+        scored = " with ".join(filter(None, (dataset_name(self), str(self.settings.get("reference") or ""))))
         return f"{self.id}: {self.state}" + (f", {scored}" if scored else "")
 
     @property
@@ -176,6 +175,10 @@ class Job:
     def as_dict(self) -> dict[str, Any]:
         """Return the job as a dict that can be written as JSON."""
         return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in asdict(self).items()}
+
+
+def dataset_name(job: Job) -> str:
+    return next((str(job.dataset[kind]) for kind in ("upload", "path", "uri") if job.dataset.get(kind)), "")
 
 
 _TIMES = ("created_at", "started_at", "finished_at")
