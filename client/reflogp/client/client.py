@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from datetime import datetime
 from importlib.metadata import version
 from itertools import count
@@ -58,11 +59,8 @@ _WAIT_SECONDS, _SILENCE = 5.0, 30.0
 #: `events` fails if the service has not responded for this many seconds, even if its timeout is longer. This is long enough for
 #: the service to restart.
 _AWAY = 600.0
-#: Number of seconds between two requests of `events`: _FIRST_PAUSE, doubled after each request, up to _LONGEST_PAUSE; at least
-#: _LEAST_PAUSE after a failure.
-_FIRST_PAUSE, _LONGEST_PAUSE, _LEAST_PAUSE = 0.02, 1.0, 0.5
-#: Number of seconds that a response may take beyond the timeout of `events`, so that the last one is not lost.
-_SLACK = 1.0
+#: Number of seconds between two requests of `events`: _FIRST_PAUSE, doubled after each request, up to _LONGEST_PAUSE.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
 _ARROW = {"content-type": ARROW_STREAM}
 
 Dataset: TypeAlias = str | Path | ServicePath | ServiceUri | Uploaded
@@ -202,8 +200,8 @@ class Client:
         def ask(part: pa.Table) -> Scores:
             # A retry after a lost connection is safe: the store keeps the values that were first stored for a key. After a
             # timeout, there is no retry, because the service may still be computing and a retry would add to its load.
-            again, wait = protocol.DROPPED, self._timeout or _SCORE_SECONDS
-            call = Call("POST", "/v1/score", params, stream_bytes(part), _ARROW, again=again, wait=wait, until=until)
+            call = Call("POST", "/v1/score", params, stream_bytes(part), _ARROW, again=protocol.DROPPED, until=until)
+            call = replace(call, wait=self._timeout or _SCORE_SECONDS) if until is None else replace(call, tries=math.inf)
             scores, part_errors = tables.scores_of(self._send(call))
             errors.extend(part_errors)
             return scores
@@ -369,37 +367,25 @@ class Client:
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         last: Job | None = None
-        heard, failures, pause = 0.0, 0, _FIRST_PAUSE
+        pause = _FIRST_PAUSE
         while True:
-            left = max(end - time.monotonic(), 0.0)
-            wait = 0.0 if last is None else min(_WAIT_SECONDS, left)
-            patience = wait + min(_SILENCE, left - wait + _SLACK)
-            answer = self._try(Call("GET", _path(job), {"wait": wait}, wait=patience))
-            if isinstance(answer, httpx.Response) and answer.is_success:
-                found = parsed(answer, job_from)
-                if found != last:
-                    yield found
-                if found.finished:
-                    return
-                now = time.monotonic()
-                last, heard, failures, pause = found, now, 0, min(2 * pause, _LONGEST_PAUSE)
-            else:
-                now = time.monotonic()
-                failures += now < end
-                status = answer.status_code if isinstance(answer, httpx.Response) else None
-                restarting = status is None or protocol.is_busy(answer) or (last is not None and status >= 500)
-                away = failures >= protocol.TRIES if last is None else now > heard + _AWAY
-                if away or not restarting:
-                    raise protocol.failure(self.url, answer)
-                pause = max(_LEAST_PAUSE, protocol.pause_seconds(answer, failures))
-            if now >= end:
-                if failures or last is None:
-                    raise protocol.failure(self.url, answer)
+            now = time.monotonic()
+            wait = 0.0 if last is None else min(_WAIT_SECONDS, max(end - now, 0))
+            tries, until = protocol.TRIES if last is None else math.inf, min(end, now + _AWAY)
+            call = Call("GET", _path(job), {"wait": wait}, wait=wait + _SILENCE, tries=tries, until=until, polls=True)
+            found = parsed(self._send(call), job_from)
+            if found != last:
+                yield found
+            if found.finished:
+                return
+            left = end - time.monotonic()
+            if left <= 0:
                 raise DeadlineExceededError(
-                    f"job {job} is still {last.state} after {timeout:g} seconds; the job continues on the service, so you can "
+                    f"job {job} is still {found.state} after {timeout:g} seconds; the job continues on the service, so you can "
                     "wait for it again"
                 )
-            time.sleep(min(pause, max(end - now, 0)))
+            last, pause = found, min(2 * pause, _LONGEST_PAUSE)
+            time.sleep(min(pause, left))
 
     def watch(
         self,

@@ -72,9 +72,12 @@ class Call:
         content: body of the request; a file is streamed.
         again: types of connection errors after which the request is sent again. Every request is also sent again after a
             busy response (429 or 503).
-        wait: seconds to wait for the next bytes of the response, if neither None (the client's timeout) nor `until` is set.
-        until: deadline for all attempts, as a value of time.monotonic(), or None. Each attempt tells the service how much
-            time is left.
+        wait: seconds to wait for the next bytes of the response, or None for the client's timeout or, if `until` is set, for
+            no other limit.
+        tries: maximum number of attempts.
+        until: deadline for all attempts, as a value of time.monotonic(), or None.
+        polls: whether the request asks for news of work that continues without it. Then the service is not told how much time
+            is left, and any 5xx is the response of a service that is being restarted.
         into: file for the body of a successful response, or None to keep the body in memory.
     """
 
@@ -85,7 +88,9 @@ class Call:
     headers: dict[str, str] = field(default_factory=dict)
     again: tuple[type[httpx.TransportError], ...] = ANY_LOSS
     wait: float | None = None
+    tries: float = TRIES
     until: float | None = None
+    polls: bool = False
     into: IO[bytes] | None = None
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -119,12 +124,14 @@ def arguments(call: Call) -> dict[str, Any]:
     """Return the arguments for httpx's `stream`, except the body, for an attempt that starts now."""
     headers = {"x-request-id": call.request_id, **_trace_context(), **call.headers}
     found: dict[str, Any] = {"method": call.method, "url": call.path, "params": call.params, "headers": headers}
-    if call.wait is not None:
-        found["timeout"] = httpx.Timeout(call.wait, connect=min(call.wait, CONNECT_SECONDS))
+    seconds = call.wait
     if call.until is not None:
         left = max(call.until - time.monotonic(), 0.001)
-        found["params"] = call.params | {"deadline_ms": min(math.ceil(1000 * left), _LONGEST_DEADLINE_MS)}
-        found["timeout"] = httpx.Timeout(left + _GRACE, connect=min(left, CONNECT_SECONDS))
+        seconds = min(left + _GRACE, math.inf if call.wait is None else call.wait)
+        if not call.polls:
+            found["params"] = call.params | {"deadline_ms": min(math.ceil(1000 * left), _LONGEST_DEADLINE_MS)}
+    if seconds is not None:
+        found["timeout"] = httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
     return found
 
 
@@ -147,26 +154,24 @@ def pause_after(answer: Outcome, call: Call, attempt: int, url: str) -> float | 
     if isinstance(answer, httpx.Response) and answer.status_code < 400:
         return None
     pause, now = pause_seconds(answer, attempt), time.monotonic()
-    in_time = attempt < TRIES if call.until is None else now + pause < call.until
-    if in_time and (is_busy(answer) or isinstance(answer, call.again)):
+    in_time = attempt < call.tries and (call.until is None or now + pause < call.until)
+    if in_time and (_may_pass(answer, call) or isinstance(answer, call.again)):
         return pause
-    if call.until is not None and isinstance(answer, httpx.TimeoutException) and now >= call.until:
+    if call.until is not None and not call.polls and isinstance(answer, httpx.TimeoutException) and now >= call.until:
         raise DeadlineExceededError(f"{hide_secrets(url)} did not respond within the deadline") from answer
-    raise failure(url, answer)
-
-
-def failure(url: str, answer: Outcome) -> ServiceError:
     if isinstance(answer, httpx.Response):
-        return error_of(answer)
+        raise error_of(answer)
     shown = hide_secrets(url)
     said = f"{type(answer).__name__}: {answer}"
-    error = ServiceUnreachableError(f"the request to {shown} failed ({said}); run `reflogp doctor --url {shown}` to see why")
-    error.__cause__ = answer
-    return error
+    raise ServiceUnreachableError(
+        f"the request to {shown} failed ({said}); run `reflogp doctor --url {shown}` to see why"
+    ) from answer
 
 
-def is_busy(answer: Outcome) -> bool:
-    return isinstance(answer, httpx.Response) and answer.status_code in _BUSY
+def _may_pass(answer: Outcome, call: Call) -> bool:
+    if not isinstance(answer, httpx.Response):
+        return False
+    return answer.status_code in _BUSY or (call.polls and answer.status_code >= 500)
 
 
 def pause_seconds(answer: Outcome, attempt: int) -> float:
