@@ -14,18 +14,21 @@ import typer
 from typer.core import TyperCommand
 
 from reflogp.cli import options
-from reflogp.cli.console import EXIT_MISSES, needs, print_notes, print_result, progress_bar, quiet_libraries
+from reflogp.cli.console import EXIT_MISSES, err, needs, print_notes, print_result, progress_bar, quiet_libraries
 from reflogp.cli.options import takes_score_arguments
-from reflogp.cli.scored import HASHING, find_reference, tokenized
 from reflogp.scoring.engines import EngineChoice, EngineName
 from reflogp.scoring.machine import places
 from reflogp.store import Reference, ReflogpError, Store, UsageError, describe_reference, read_checkpoint, resolve_model
 from reflogp.store.commands import ScoreArguments
 from reflogp.store.reference import AUTO
+from reflogp.store.store import choose_reference
 
 if TYPE_CHECKING:
+    from reflogp.scoring.data.read import RowSource
+    from reflogp.scoring.data.tokenized import TokenizedDataset
     from reflogp.scoring.runs.scheduler import Workers
 
+HASHING = "hashing weights (bytes)"
 _VLLM, _REMOTE = "With --engine vllm", "With --engine remote"
 #: The engine to which each option belongs.
 _OWNERS: dict[str, EngineName] = {
@@ -244,6 +247,41 @@ def score(
     rows.check_unchanged()  # raises an error if the dataset has changed since it was read; the stored values are kept
     if summary.bad_rows:
         raise typer.Exit(EXIT_MISSES)
+
+
+def find_reference(store: Store, arguments: ScoreArguments, otherwise: str | None = None) -> tuple[str, Reference]:
+    """Return (the model's local folder, the model's reference), and print why the dtype was chosen if it is "auto".
+
+    For the parameter `otherwise` and the errors, see `choose_reference`.
+    """
+    folder = resolve_model(arguments.model, arguments.revision)
+    with progress_bar(HASHING) as bar:
+        found, reason = choose_reference(
+            store,
+            arguments.model,
+            arguments.dtype,
+            otherwise=otherwise,
+            lm_head_dtype=arguments.lm_head_dtype,
+            revision=arguments.revision,
+            progress=bar.hashed,
+        )
+    if reason:
+        err.print(reason)
+    return str(folder), found
+
+
+def tokenized(rows: RowSource, folder: str, arguments: ScoreArguments) -> TokenizedDataset:
+    """Return the rows as a dataset of token ids. The rows are tokenized later, when the result is iterated over."""
+    from reflogp.scoring.data.tokenize import chosen_processor, chosen_tokenizer
+    from reflogp.scoring.data.tokenized import TokenizedDataset
+
+    chosen = arguments.tokenizer, arguments.chat_template, arguments.trust_remote_code
+    return TokenizedDataset(
+        rows,
+        lambda: chosen_tokenizer(folder, *chosen),
+        arguments.form,  # type: ignore[arg-type]
+        load_vision=lambda: chosen_processor(folder, *chosen),
+    )
 
 
 def _require_weights(model: str, revision: str | None) -> None:

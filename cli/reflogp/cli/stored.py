@@ -10,9 +10,9 @@ import typer
 from reflogp.cli import options
 from reflogp.cli.console import EXIT_MISSES, err, needs, print_notes, print_result, progress_bar, quiet_libraries
 from reflogp.cli.options import takes_score_arguments
-from reflogp.cli.scored import open_scored, open_versus
-from reflogp.store import Store
-from reflogp.store.commands import ScoreArguments
+from reflogp.cli.score import HASHING, find_reference, tokenized
+from reflogp.store import Snapshot, Store
+from reflogp.store.commands import ScoreArguments, naming_command
 from reflogp.store.texts import counted
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def join(
     with needs("service"):
         from reflogp.scoring.joining import TopTokens, join_dataset
     quiet_libraries()
-    dataset, at = open_scored(arguments, snapshot)
-    second = open_versus(versus, arguments, at)
+    dataset, at = _open_scored(arguments, snapshot)
+    second = _open_versus(versus, arguments, at)
     top = TopTokens.find(Store(arguments.store), at.reference, top_k)
     with progress_bar("joining") as bar:
         summary = join_dataset(dataset, at, output, replace(arguments.settings, ld_alpha=ld_alpha), bar, second, top)
@@ -104,8 +104,8 @@ def report(
         from reflogp.scoring.reports.build import write_report
     quiet_libraries()
     command = arguments.command()
-    dataset, at = open_scored(arguments, snapshot)
-    second = open_versus(versus, arguments, at)
+    dataset, at = _open_scored(arguments, snapshot)
+    second = _open_versus(versus, arguments, at)
     with progress_bar("reading") as bar:
         summary = write_report(
             dataset, at, output, arguments.settings, score=command, model=arguments.model, watcher=bar, versus=second
@@ -125,6 +125,43 @@ def report(
     )
     if summary.missing or summary.versus_missing or summary.bad_rows:
         raise typer.Exit(EXIT_MISSES)
+
+
+def _open_scored(arguments: ScoreArguments, number: int | None) -> tuple[TokenizedDataset, Snapshot]:
+    """Open a dataset, and the snapshot (None: the latest) in which its values are looked up. The model is not loaded.
+
+    The message of StoreNotFoundError and ReferenceNotFoundError contains the command that scores the dataset.
+    """
+    from reflogp.scoring.data.read import RowSource
+
+    rows = RowSource(arguments.data, arguments.split)
+    opened = Store(arguments.store)
+    with naming_command(arguments.command()):
+        folder, reference = find_reference(opened, arguments)
+        snapshot = opened[reference].snapshot(number)
+    return tokenized(rows, folder, arguments), snapshot
+
+
+def _open_versus(model: str | None, arguments: ScoreArguments, first: Snapshot) -> Versus | None:
+    """Open the second model of --versus, and print why its dtype was chosen if it is "auto"."""
+    from reflogp.scoring.data.tokenize import chosen_tokenizer
+    from reflogp.scoring.versus import find_versus
+
+    if model is None:
+        return None
+    chosen = arguments.tokenizer, arguments.chat_template, arguments.trust_remote_code
+    with progress_bar(HASHING) as bar:
+        versus, reason = find_versus(
+            Store(arguments.store),
+            model,
+            arguments,
+            first.reference,
+            lambda folder: chosen_tokenizer(folder, *chosen),
+            bar.hashed,
+        )
+    if reason:
+        err.print(f"{model}: {reason}")
+    return versus
 
 
 def _print_versus_missing(rows: int, versus: Versus | None, dataset: TokenizedDataset) -> None:

@@ -15,7 +15,7 @@ import typer
 from reflogp.cli import options
 from reflogp.cli.console import EXIT_FAILED, Bar, err, needs, print_result, progress_bar, quiet_libraries
 from reflogp.cli.options import takes_score_arguments
-from reflogp.cli.scored import find_reference, tokenized
+from reflogp.cli.score import find_reference, tokenized
 from reflogp.scoring.engines import EngineChoice
 from reflogp.store import ReflogpError, Snapshot, Store
 from reflogp.store.commands import ScoreArguments, naming_command
