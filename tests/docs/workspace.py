@@ -24,12 +24,13 @@ from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import typer
 import yaml
 from packaging.requirements import Requirement
 
-from reflogp.cli import main
+from reflogp.cli import demo, main
 from reflogp.cli.main import app
 from reflogp.scoring.data.shape import detect_format, examples_of, output_columns, token_row
 from reflogp.service.settings import ServerSettings, read_settings
@@ -49,8 +50,6 @@ _SHORT_OF = {
     "GRPOConfig": _SHORT + "max_completion_length=8, ",
     "OnlineDPOConfig": _SHORT + "max_new_tokens=8, ",
 }
-#: For `reflogp demo`, which trains for a minute. It finds a model, which it would otherwise build.
-_SHORT_DEMO = ("--rows", "16", "--steps", "2")
 _CONFIG = re.compile(r"\b((?:DPO|KTO|RLOO|GRPO|OnlineDPO)Config)\(")
 _OURS = re.compile(r"reflogp\.\w+")
 #: Modules that start a framework's training.
@@ -121,8 +120,10 @@ class Workspace:
             case ["reflogp", "serve", *options]:
                 self._serve(("serve", *options))
             case ["reflogp", "demo"]:
+                # It finds a model, which it would otherwise train, and trains for few steps.
                 shutil.copytree("sft-model", "reflogp-demo/model", dirs_exist_ok=True)
-                _reflogp(["demo", *_SHORT_DEMO])
+                with patch.object(demo, "_STEPS", _STEPS):
+                    _reflogp(["demo"])
             case ["reflogp", *arguments]:
                 printed = _reflogp(arguments)
                 if target is not None:

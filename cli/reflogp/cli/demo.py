@@ -10,18 +10,19 @@ from typing import Annotated, Any
 import typer
 
 from reflogp.cli.console import needs, out, progress_bar, quiet_libraries
+from reflogp.cli.demo_model import STEPS, build_model
 from reflogp.store import UsageError
 
 _DATA_FILE = "gsm8k_pairs.jsonl"
 _MAX_LENGTH = 1024
+#: Number of training steps.
+_STEPS = 30
 
 
 def demo(
     folder: Annotated[
         Path, typer.Option("--out", "-o", help="Folder for the model, the store, the training run and the report.")
     ] = Path("reflogp-demo"),
-    rows: Annotated[int, typer.Option(min=8, help="Maximum number of pairs to train on.")] = 300,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 30,
 ) -> None:
     """Show a complete run: score real pairs, read their values from the store, train with DPO, and write a report.
 
@@ -32,22 +33,25 @@ def demo(
     with needs("service,trainer"):
         quiet_libraries()
         from reflogp.scoring import report, score
-        from reflogp.trainer import CachedDPOTrainer, Reference
+        from reflogp.trainer import Reference
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     data = str(shipped_data())
     model = str(folder / "model")
     if not (folder / "model" / "model.safetensors").is_file():
         out.print("building a tokenizer and a small Llama model, trained briefly on the chosen answers")
-        _build(folder / "model", data)
+        pairs = [json.loads(line) for line in Path(data).read_text(encoding="utf-8").splitlines()]
+        with progress_bar("training steps") as bar:
+            bar.begin(STEPS)
+            build_model(folder / "model", [pair["prompt"] + pair["chosen"] for pair in pairs], advance=bar.advance)
     out.print(f"1. A reference model: {model}")
     for title in ("2. Score", "3. Score again"):
         summary = score(model, data, folder / "store", dtype="float32")
         out.print(f"{title}: {summary.lines()[0]}")
 
-    out.print(f"4. Train: {steps} steps of DPO on the stored values")
+    out.print(f"4. Train: {_STEPS} steps of DPO on the stored values")
     reference = Reference(str(folder / "store"), model=model, dtype="float32")
-    trainer = _train(CachedDPOTrainer, reference, model, folder, data, rows, steps)
+    trainer = _train(reference, model, folder, data)
     gate = trainer.step_zero
     out.print(
         f"   gate: policy and stored reference differ by at most {gate.max_difference:.2g} nats in each of "
@@ -77,27 +81,19 @@ def shipped_data() -> Path:
     raise UsageError(f"the example data ({_DATA_FILE}) is not installed")
 
 
-def _build(folder: Path, data: str) -> None:
-    from reflogp.cli.demo_model import STEPS, build_model
-
-    pairs = [json.loads(line) for line in Path(data).read_text(encoding="utf-8").splitlines()]
-    with progress_bar("training steps") as bar:
-        bar.begin(STEPS)
-        build_model(folder, [pair["prompt"] + pair["chosen"] for pair in pairs], steps=STEPS, advance=bar.advance)
-
-
-def _train(trainer_class: Any, reference: Any, model: str, folder: Path, data: str, rows: int, steps: int) -> Any:
+def _train(reference: Any, model: str, folder: Path, data: str) -> Any:
     import torch
     from datasets import disable_progress_bars, load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
     from trl import DPOConfig
 
+    from reflogp.trainer import CachedDPOTrainer
+
     disable_progress_bars()
-    pairs = load_dataset("json", data_files=data, split="train", cache_dir=str(folder / "cache"))
     args = DPOConfig(
         output_dir=str(folder / "run"),
         per_device_train_batch_size=4,
-        max_steps=steps,
+        max_steps=_STEPS,
         learning_rate=5e-5,
         logging_steps=1,
         save_strategy="no",
@@ -107,10 +103,10 @@ def _train(trainer_class: Any, reference: Any, model: str, folder: Path, data: s
         dataloader_pin_memory=torch.cuda.is_available(),
         max_length=_MAX_LENGTH,
     )
-    trainer = trainer_class(
+    trainer = CachedDPOTrainer(
         AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
         args=args,
-        train_dataset=pairs.select(range(min(rows, len(pairs)))),
+        train_dataset=load_dataset("json", data_files=data, split="train", cache_dir=str(folder / "cache")),
         processing_class=AutoTokenizer.from_pretrained(model),
         reference=reference,
     )

@@ -158,26 +158,23 @@ def _model(model: str) -> Iterator[Finding]:
 
 
 def _store(uri: str) -> Iterator[Finding]:
-    step = f"reflogp store verify {uri}"
     try:
         opened = Store(uri)
-        with warnings.catch_warnings(record=True) as damage:
-            warnings.simplefilter("always", StoreDamageWarning)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", StoreDamageWarning)
             references = opened.references()
         for reference in references:
             opened[reference.reference_id].check_writable()
     except StoreNotFoundError as error:
         yield Finding("store", "note", str(error))
         return
-    except ReflogpError as error:
-        yield Finding("store", "broken", str(error), step)
+    except (ReflogpError, StoreDamageWarning) as error:
+        yield Finding("store", "broken", str(error), f"reflogp store verify {uri}")
         return
-    for warning in damage:
-        yield Finding("store", "broken", str(warning.message), step)
     if references:
         names = ", ".join(f"{reference.name} in {reference.dtype}" for reference in references)
         yield Finding("store", "ok", f"{counted(len(references), 'reference')} ({names}), readable and writable")
-    elif not damage:
+    else:
         yield Finding("store", "note", f"{uri} is empty; the first `reflogp score` creates a store there")
 
 
