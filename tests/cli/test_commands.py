@@ -284,29 +284,6 @@ def test_an_output_that_would_overwrite_the_data_is_refused(score, reflogp, refe
     assert reflogp(*join, pairs_file, "-o", tmp_path / "out.csv")[0] == USAGE
 
 
-@pytest.mark.slow
-def test_the_dtype_of_the_store_is_used_and_named(reflogp, reference_folder, pairs_file, tmp_path):
-    """Without a GPU the first scoring computes in float32; what follows takes what the store holds, if that is one dtype."""
-    given = (reference_folder, pairs_file, "--store", tmp_path / "store")
-    read = {"join": ("-o", tmp_path / "j.parquet"), "report": ("-o", tmp_path / "report")}
-    for command, output in read.items():
-        code, _, err = reflogp(command, *given, *output)
-        assert code == USAGE and "Score the data: reflogp score" in one_sentence(err)
-        assert "--dtype" not in one_sentence(err)
-    code, _, err = reflogp("score", *given, "--device", "cpu")
-    assert code == 0 and "dtype float32: " in err and "has no values of this model yet" in " ".join(err.split())
-    for command, output in read.items():
-        code, _, err = reflogp(command, *given, *output)
-        assert code == 0 and "dtype float32: " in err and "has values of this model in this dtype" in " ".join(err.split())
-    code, printed, _ = reflogp("score", *given)
-    assert code == 0 and " 0 scored" in printed
-    assert reflogp("score", *given, "--dtype", "bfloat16")[0] == 0
-    for command, output in {**read, "score": ()}.items():
-        code, _, err = reflogp(command, *given, *output)
-        assert code == USAGE and "in float32 and in bfloat16: say which one to use" in one_sentence(err)
-        assert reflogp(command, *given, *output, "--dtype", "bfloat16")[0] == 0
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", None])
 def test_a_service_computes_in_the_dtype_that_score_would(reflogp, reference_folder, pairs_file, tmp_path, dtype):
     given = ("score", reference_folder, pairs_file, "--store", tmp_path / "store", "--device", "cpu")

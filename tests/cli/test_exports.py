@@ -26,19 +26,6 @@ DONE, FAILED, USAGE, MISSES = 0, 1, 2, 3
 ROWS = 12
 HASH = "3f0c9d2b81a4e567"
 OPEN_INSTRUCT = ("--as", "open-instruct", "--hash", HASH, "--loss-type")
-#: What a Megatron-Bridge run expects of its artifact: the fields of ScoringFingerprint.
-EXPECTED = {
-    "dataset": "org/pairs",
-    "split": "train",
-    "tokenizer": "org/model",
-    "max_seq_length": 512,
-    "prompt_key": None,
-    "tools_key": None,
-    "tensor_model_parallel_size": 1,
-    "sequence_parallel": False,
-    "chat_template_kwargs": None,
-    "tokenization_version": 2,
-}
 
 
 class TensorCache:
@@ -53,39 +40,6 @@ class TensorCache:
 
     def __getitem__(self, index: torch.Tensor) -> dict[str, torch.Tensor]:
         return {name: tensor[index.long()] for name, tensor in self.tensors.items()}
-
-
-def read_artifact(folder: Path, expected: dict, num_pairs: int) -> list[dict]:
-    """Megatron-Bridge's checks: every expected field equals the metadata's (absent is null), pair_id 0 to n-1, each once."""
-    if not (folder / "scoring_metadata.json").is_file():
-        raise ValueError("no scoring_metadata.json: not a scorer's artifact")
-    metadata = json.loads((folder / "scoring_metadata.json").read_text())
-    mismatched = {name for name, value in expected.items() if metadata.get(name) != value}
-    if mismatched:
-        raise ValueError(f"metadata mismatch: {sorted(mismatched)}")
-    lines = (folder / "ref_logprobs.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines if line.strip()]
-    for record in records:
-        for side in ("chosen", "rejected"):
-            assert isinstance(record[f"ref_{side}_logprob_sum"], float)
-            assert isinstance(record[f"ref_{side}_num_tokens"], int)
-    if sorted(record["pair_id"] for record in records) != list(range(num_pairs)):
-        raise ValueError("the artifact does not cover the pairs exactly")
-    return sorted(records, key=lambda record: record["pair_id"])
-
-
-def read_preference_lines(file: Path, batch_size: int) -> list[dict]:
-    """fairseq2's GenericPreferenceDataset without its encoders: texts and scores of batches; None where `all` is not true."""
-    examples = [json.loads(line) for line in file.open()]
-    batches = []
-    for start in range(0, len(examples), batch_size):
-        part = examples[start : start + batch_size]
-        batch = {name: [example[name] for example in part] for name in ("src", "tgt_chosen", "tgt_rejected")}
-        for name in ("reference_score_chosen", "reference_score_rejected"):
-            scores = [example.get(name) for example in part]
-            batch[name] = torch.tensor(scores) if all(scores) else None
-        batches.append(batch)
-    return batches
 
 
 @pytest.fixture(scope="module")
@@ -210,25 +164,23 @@ def recipes() -> dict:
     return found
 
 
-def test_the_documents_recipe_for_megatron_bridge_writes_what_it_accepts(joined, rows, plain, tmp_path):
-    write = recipes()["write_megatron_bridge"]
-    write(joined, tmp_path / "artifact", EXPECTED, ROWS)
-    records = read_artifact(tmp_path / "artifact", EXPECTED, ROWS)
-    for side in ("chosen", "rejected"):
-        assert [record[f"ref_{side}_logprob_sum"] for record in records] == pytest.approx(plain[side], abs=1e-4)
-        assert [record[f"ref_{side}_num_tokens"] for record in records] == [len(row[f"{side}_ids"]) for row in rows]
+def test_the_documents_recipes_write_the_records_of_their_frameworks(joined, rows, plain, tmp_path):
+    recipe = recipes()
+    recipe["write_megatron_bridge"](joined, tmp_path, {"tokenizer": "org/model"}, ROWS)
+    recipe["write_fairseq2"](joined, tmp_path / "train.jsonl", ROWS)
+    assert json.loads((tmp_path / "scoring_metadata.json").read_text()) == {"tokenizer": "org/model", "num_pairs": ROWS}
+    lines = [map(json.loads, (tmp_path / name).read_text().splitlines()) for name in ("ref_logprobs.jsonl", "train.jsonl")]
+    for number, (row, record, line) in enumerate(zip(rows, *lines, strict=True)):
+        assert record.pop("pair_id") == number
+        texts = {name: line.pop(name) for name in ("src", "tgt_chosen", "tgt_rejected")}
+        assert texts.items() <= row.items()
+        for side in ("chosen", "rejected"):
+            assert record.pop(f"ref_{side}_logprob_sum") == pytest.approx(plain[side][number], abs=1e-4)
+            assert record.pop(f"ref_{side}_num_tokens") == len(row[f"{side}_ids"])
+            assert line.pop(f"reference_score_{side}") == pytest.approx(plain[side][number], abs=1e-4)
+        assert record == line == {}
     with pytest.raises(ValueError, match="does not have values for every pair"):
-        write(joined, tmp_path / "more", EXPECTED, ROWS + 1)
-
-
-def test_the_documents_recipe_for_fairseq2_writes_its_fields_and_plain_sums(joined, rows, plain, tmp_path):
-    recipes()["write_fairseq2"](joined, tmp_path / "train.jsonl", ROWS)
-    batches = read_preference_lines(tmp_path / "train.jsonl", batch_size=5)
-    for name in ("src", "tgt_chosen", "tgt_rejected"):
-        assert [text for batch in batches for text in batch[name]] == [row[name] for row in rows]
-    for side in ("chosen", "rejected"):
-        scores = torch.cat([batch[f"reference_score_{side}"] for batch in batches])
-        assert scores.numpy() == pytest.approx(plain[side], abs=1e-4)
+        recipe["write_megatron_bridge"](joined, tmp_path / "more", {}, ROWS + 1)
 
 
 def test_a_jobs_result_is_exported_too_and_its_bad_rows_are_named(
