@@ -56,6 +56,10 @@ _OURS = re.compile(r"reflogp\.\w+")
 _FRAMEWORK = re.compile(r"reflogp\.trainer\.\w+$")
 
 
+#: Programs of which lines are only named.
+_OF_OTHERS = ("deepspeed", "llamafactory-cli", "swift", "axolotl", "lm_eval", "sky", "ssh", "export")
+
+
 class Workspace:
     """Runs blocks in `folder`, the current directory.
 
@@ -173,8 +177,6 @@ def parse(line: str) -> None:
     match words:
         case ["reflogp", *arguments]:
             parse_reflogp(arguments)
-        case [".venv-vllm/bin/python", "-m", "vllm.entrypoints.openai.api_server", *_]:
-            pass  # vLLM's own command; tests/vllm/serving.py starts a server so
         case ["make", target]:
             subprocess.run(["make", "--dry-run", target], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
         case [pip, "install", *requirements] if Path(pip).name == "pip":
@@ -187,11 +189,6 @@ def parse(line: str) -> None:
         case ["deepspeed", "--module", module, *arguments] | ["python", "-m", module, *arguments] if _FRAMEWORK.match(module):
             assert _source(REPOSITORY / "trainer_ext" / module.replace(".", "/")), f"there is no module {module}"
             read_options(module, arguments, "")
-        case ["deepspeed", "--module", "openrlhf.cli.train_dpo", *_] | [
-            "llamafactory-cli" | "swift" | "axolotl" | "lm_eval",
-            *_,
-        ]:
-            pass  # the framework's own command, beside ours
         case ["kubectl", *arguments]:
             _check_files(arguments)
         case ["sbatch", *arguments]:
@@ -199,16 +196,14 @@ def parse(line: str) -> None:
             assert (REPOSITORY / script).is_file(), f"there is no {script}"
         case ["sky", "launch", "-c", _, file, *options]:
             _check_sky(file, options)
-        case ["sky", "down", _] | ["ssh", "-N", "-L", _, _]:
-            pass  # ends the machine of `sky launch`, or leads to it
         case ["python", "-m", module, *_]:
             assert find_spec(module), f"there is no module {module}"
         case ["python", script]:
             assert (REPOSITORY / script).is_file(), f"there is no {script}"
         case ["docker", *arguments]:
             _check_docker(arguments)
-        case ["export", assignment, *_]:
-            assert re.match(r"[A-Z_]+=", assignment), assignment
+        case [program, *_] if Path(program).name in _OF_OTHERS or program.startswith(".venv-"):
+            pass  # commands of others, beside ours
         case _:
             raise AssertionError(f"nothing here parses {words[0]!r}")
 
