@@ -9,119 +9,71 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import typer
-from mkdocs.commands.build import build
-from mkdocs.config import load_config
-from mkdocs.exceptions import Abort
+from fastapi import FastAPI
 
-import reflogp.service.app
-import reflogp.service.settings
+import mkdocs_hook
 from reflogp.cli.main import app
+from reflogp.service.settings import ReferenceSettings, ServerSettings, TokenSettings
 from tests.conftest import REPOSITORY
 from tests.docs.workspace import parse_reflogp
 
 PACKAGES = ("store", "scoring", "service", "client", "cli", "trainer_ext")
 
 
-def build_site(folder: Path) -> None:
-    build(load_config(str(REPOSITORY / "mkdocs.yml"), site_dir=str(folder)))
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
-    """The site as `make docs` builds it: in a process of its own.
-
-    In Python 3.11, a finalizer of another test's garbage that raises while griffe parses a source ends that parse: a
-    SystemError (its traceback parses an AST, too: python/cpython#106905).
-    """
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+@pytest.mark.slow
+def test_the_site_has_every_page_and_fetches_nothing(tmp_path):
+    """The site as `make docs` builds it."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     built = subprocess.run(command, cwd=REPOSITORY, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True)
     assert not built.returncode, built.stderr.decode()
-    return folder
-
-
-@pytest.mark.slow
-def test_the_site_has_every_page_and_fetches_nothing(site):
     pages = {file.stem for file in (REPOSITORY / "docs").glob("*.md")}
-    assert pages <= {file.stem for file in site.glob("*.html")}
-    for file in site.rglob("*.html"):
+    assert pages <= {file.stem for file in tmp_path.glob("*.html")}
+    for file in tmp_path.rglob("*.html"):
         text = file.read_text(encoding="utf-8")
         fetched = re.findall(r'<(?:script|img|iframe|source)[^>]+src="?(?:https?:)?//[^">\s]+', text)
         fetched += re.findall(r'<link[^>]+rel="?(?:stylesheet|preconnect|preload|icon)[^>]+href="?(?:https?:)?//[^">\s]+', text)
         assert not fetched, (file, fetched)
-    for file in site.rglob("*.css"):
+    for file in tmp_path.rglob("*.css"):
         assert not re.search(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", file.read_text(encoding="utf-8")), file
 
 
-def test_generated_pages_name_every_setting_route_and_command(site):
-    settings = (site / "settings.html").read_text(encoding="utf-8")
-    for model in ("ServerSettings", "ReferenceSettings", "TokenSettings"):
-        for name in getattr(reflogp.service.settings, model).model_fields:
-            assert f"<code>{name}</code>" in settings
-    commands = (site / "commands.html").read_text(encoding="utf-8")
-    assert "<code>--max-length MAX_LENGTH</code>" in commands and 'id="reflogp-store-vacuum"' in commands
-    api = (site / "api.html").read_text(encoding="utf-8")
-    assert "POST /v1/score" in api and "DELETE /v1/jobs/{job_id}" in api
+def test_generated_pages_name_every_setting_route_and_command():
+    settings = mkdocs_hook.settings_page()
+    for model in (ServerSettings, ReferenceSettings, TokenSettings):
+        assert all(f"| `{name}`" in settings for name in model.model_fields)
+    commands = mkdocs_hook.commands_page(app)
+    assert "| `--max-length MAX_LENGTH` |" in commands and "## reflogp store vacuum" in commands
+    api = mkdocs_hook._api("")
+    assert "## POST /v1/score" in api and "## DELETE /v1/jobs/{job_id}" in api
 
 
-@pytest.fixture(scope="module")
-def hook() -> ModuleType:
-    """mkdocs_hook.py as MkDocs has loaded it, once for all builds of this process."""
-    return load_config(str(REPOSITORY / "mkdocs.yml")).hooks["mkdocs_hook.py"]
-
-
-def undocumented_setting(hook, monkeypatch):
-    class More(reflogp.service.settings.ServerSettings):
+def test_what_says_nothing_about_itself_ends_the_build(monkeypatch):
+    class More(ServerSettings):
         added: int = 3
 
-    monkeypatch.setattr(hook, "ServerSettings", More)
-    return "setting More.added is not documented"
+    commands, routes = typer.Typer(help="A command line."), FastAPI()
 
-
-def undocumented_route(hook, monkeypatch):
-    before = reflogp.service.app.health_router
-
-    def more(*given: Any) -> Any:
-        router = before(*given)
-
-        @router.get("/v1/added", summary="Say nothing")
-        async def added_route() -> dict[str, int]:
-            """It says what it does."""
-            return {}
-
-        return router
-
-    monkeypatch.setattr(reflogp.service.app, "health_router", more)
-    return "route GET /v1/added: answer 200 is not documented"
-
-
-def undocumented_option(hook, monkeypatch):
-    more = typer.Typer(help="A command line.")
-
-    @more.command("added")
+    @commands.command("added")
     def added(text: str = "") -> None:
         """It says what it does."""
 
-    @more.command("other")
-    def other() -> None:
-        """So does this."""
+    @routes.get("/v1/added", summary="Say nothing")
+    async def added_route() -> dict[str, int]:
+        """It says what it does."""
+        return {}
 
-    monkeypatch.setattr(hook, "app", more)
-    return "reflogp added: option --text is not documented"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("add", [undocumented_setting, undocumented_route, undocumented_option])
-def test_the_build_fails_for_what_says_nothing_about_itself(add, hook, monkeypatch, tmp_path, caplog):
-    said = add(hook, monkeypatch)
-    with pytest.raises(Abort):
-        build_site(tmp_path)
-    assert said in caplog.text
+    monkeypatch.setattr(mkdocs_hook, "ServerSettings", More)
+    for page, said in (
+        (mkdocs_hook.settings_page, "setting More.added"),
+        (lambda: mkdocs_hook.commands_page(commands), "reflogp: option --text"),
+        (lambda: mkdocs_hook.api_page(routes.openapi()), "route GET /v1/added: answer 200"),
+    ):
+        with pytest.raises(mkdocs_hook.UndocumentedError, match=f"{said} is not documented"):
+            page()
 
 
 OWN_PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "tests/README.md", *(f"{folder}/README.md" for folder in PACKAGES)]
