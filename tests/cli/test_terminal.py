@@ -104,7 +104,7 @@ def a_job(**fields) -> object:
 def test_what_a_service_says_of_a_job(capsys):
     done = {"state": "done", "summary": {"snapshot": ALL, "rows": 1, "sequences": 1}}
     for job in (a_job(), a_job(state="queued"), a_job(state=ALL + MARKUP), a_job(**done)):
-        console.print_result({}, False, *jobs._described(job), "  ".join(jobs._row(job)), *jobs.outcome(job))
+        console.print_result({}, False, *jobs._described(job), "  ".join(jobs._cells(job).values()), *jobs.outcome(job))
     out, err = capsys.readouterr()
     assert harmless(out) and harmless(err) and "[red]not red" in out
 

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +117,20 @@ def strings_of(file: Path) -> list[str]:
     return found
 
 
-def test_every_example_of_the_help_is_a_command_that_the_command_line_takes():
-    def examples(command: Any) -> list[str]:
-        found = re.findall(r"Example: reflogp (.+(?:\n(?!\s*\n).+)*)", command.help or "")
-        return found + [text for child in getattr(command, "commands", {}).values() for text in examples(child)]
+def commands(command: Any, *path: str) -> Iterator[tuple[str, Any]]:
+    """Every command that does something, with its words."""
+    if not hasattr(command, "commands"):
+        yield " ".join(path), command
+    for name, child in getattr(command, "commands", {}).items():
+        yield from commands(child, *path, name)
 
-    found = examples(typer.main.get_command(app))
-    assert len(found) > 10
-    for example in found:
-        parse_reflogp(shlex.split(example.partition(" > ")[0]))
+
+def test_the_help_of_every_command_teaches_by_an_example_that_it_takes():
+    found = dict(commands(typer.main.get_command(app)))
+    assert len(found) > 20
+    for words, command in found.items():
+        assert not re.search(r"[^\n]\n[^\n]", command.help), "paragraphs fill the terminal's width"
+        examples = re.findall(r"Example: reflogp (.+)", command.help)
+        assert examples and all(example.startswith(f"{words} ") for example in examples), words
+        for example in examples:
+            parse_reflogp(shlex.split(example.partition(" > ")[0]))

@@ -170,7 +170,8 @@ def ls(
     """
     with connected(url, token) as client:
         page = client.jobs(state, limit=limit)
-    rows = [_COLUMNS, *map(_row, page.jobs)] if page.jobs else []
+    cells = list(map(_cells, page.jobs))
+    rows = [list(cells[0]), *(list(row.values()) for row in cells)] if cells else []
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     counts = ", ".join(f"{count:,} {name}" for name, count in page.counts.items() if count) or "no jobs yet"
@@ -178,22 +179,19 @@ def ls(
     print_result(result, as_json, *lines, counts)
 
 
-_COLUMNS = ("job", "state", "sequences", "submitted", "by", "reference", "dataset", "title")
-
-
-def _row(job: Job) -> tuple[str, ...]:
-    done = f"{job.progress.done:,} of {job.progress.sequences:,}" if job.progress.sequences else ""
-    cells = (
-        job.id,
-        job.state,
-        done,
-        _time(job.created_at),
-        job.submitted_by,
-        job.settings.get("reference"),
-        dataset_name(job),
-        job.settings.get("title"),
-    )
-    return tuple(visible(str(cell or "")) for cell in cells)
+def _cells(job: Job) -> dict[str, str]:
+    """Return the cells of a job's row, by heading."""
+    cells = {
+        "job": job.id,
+        "state": job.state,
+        "sequences": f"{job.progress.done:,} of {job.progress.sequences:,}" if job.progress.sequences else "",
+        "submitted": _time(job.created_at),
+        "by": job.submitted_by,
+        "reference": job.settings.get("reference"),
+        "dataset": dataset_name(job),
+        "title": job.settings.get("title"),
+    }
+    return {heading: visible(str(cell or "")) for heading, cell in cells.items()}
 
 
 @app.command("show")
