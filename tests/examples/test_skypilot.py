@@ -30,16 +30,12 @@ PYTHON = REPOSITORY / ".venv-skypilot" / "bin" / "python"
 GIVEN = {"REFLOGP_STORE": "s3://logps/sft", "AWS_REGION": "us-east-1"}
 SECRETS = {"AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "not-a-secret"}
 
-#: Makes a task as `sky launch FILE --env … --secret …` does; prints it, or the reason why it is refused.
+#: Makes a task as `sky launch FILE --env … --secret …` does, and prints it.
 READ = """
 import json, sys
 import sky
 config, given, secrets = json.load(sys.stdin)
-try:
-    task = sky.Task.from_yaml_config(config, list(given.items()), list(secrets.items()))
-except Exception as error:
-    sys.exit(str(error))
-print(json.dumps(task.to_yaml_config()))
+print(json.dumps(sky.Task.from_yaml_config(config, list(given.items()), list(secrets.items())).to_yaml_config()))
 """
 
 
@@ -47,23 +43,12 @@ def task() -> dict[str, Any]:
     return yaml.safe_load(FILE.read_text(encoding="utf-8"))
 
 
-def read_by_skypilot(config: dict[str, Any], given: dict[str, str], home: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "HOME": str(home), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1", "PYTHONPATH": ""}
-    return subprocess.run(
-        [PYTHON, "-c", READ],
-        input=json.dumps([config, given, SECRETS]),
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
 @pytest.mark.skipif(not PYTHON.is_file(), reason="there is no .venv-skypilot: make setup-skypilot")
 def test_skypilot_takes_the_file(tmp_path):
-    done = read_by_skypilot(task(), GIVEN, tmp_path)
+    environment = {**os.environ, "HOME": str(tmp_path), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1", "PYTHONPATH": ""}
+    asked = json.dumps([task(), GIVEN, SECRETS])
+    command = [PYTHON, "-c", READ]
+    done = subprocess.run(command, input=asked, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     taken = json.loads(done.stdout.splitlines()[-1])
     assert taken["run"] == task()["run"] and taken["setup"] == task()["setup"]
@@ -72,21 +57,6 @@ def test_skypilot_takes_the_file(tmp_path):
     assert taken["file_mounts"] == task()["file_mounts"]
     choices = taken["resources"]["any_of"]
     assert {name: 1 for choice in choices for name in choice["accelerators"]} == task()["resources"]["accelerators"]
-
-
-@pytest.mark.skipif(not PYTHON.is_file(), reason="there is no .venv-skypilot: make setup-skypilot")
-@pytest.mark.parametrize(
-    ("change", "given", "says"),
-    [
-        ({"file_mount": {}}, GIVEN, "did you mean 'file_mounts'"),
-        ({"resources": {"accelerator": "L4:1"}}, GIVEN, "did you mean 'accelerators'"),
-        ({}, {"AWS_REGION": "us-east-1"}, "'REFLOGP_STORE' is None"),
-    ],
-)
-def test_skypilot_refuses_what_is_wrong(change, given, says, tmp_path):
-    done = read_by_skypilot({**task(), **change}, given, tmp_path)
-    assert done.returncode == 1
-    assert says in done.stderr
 
 
 def test_the_shell_is_valid_and_installs_what_the_package_has():
