@@ -62,23 +62,14 @@ def kept(client, keys) -> int:
         return 0
 
 
-def test_json_for_people(service, model):
+def test_json_for_people_names_bad_sequences_beside_the_values_of_the_others(service, model):
     prompts, completions = sequences(2, seed=2)
-    body = {"sequences": [{"prompt_ids": p, "completion_ids": c} for p, c in zip(prompts, completions, strict=True)]}
-    body["sequences"].append({"prompt_ids": [], "completion_ids": [4]})
+    asked = [*zip(prompts, completions, strict=True), ([], [4]), (prompts[0], [100_000])]
+    body = {"sequences": [{"prompt_ids": prompt, "completion_ids": completion} for prompt, completion in asked]}
     answer = httpx.post(f"{service.url}/v1/score", params={"reference": "ref"}, json=body).json()
     assert answer["token_logps"][1] == pytest.approx(plain_token_logps(model, prompts[1], completions[1]), abs=2e-4)
-    assert answer["token_logps"][2] is None and "prompt is empty" in answer["errors"][2]
-    assert answer["errors"][:2] == [None, None]
-
-
-def test_a_bad_sequence_is_named_and_the_others_have_values(client):
-    prompts, completions = sequences(3, seed=3)
-    completions[1][0] = 100_000
-    with pytest.raises(SequencesRefusedError) as caught:
-        client.score("ref", prompts, completions)
-    assert list(caught.value.problems) == [1] and "vocabulary" in caught.value.problems[1]
-    assert [values is None for values in caught.value.results] == [False, True, False]
+    assert answer["token_logps"][2:] == [None, None] and answer["errors"][:2] == [None, None]
+    assert "prompt is empty" in answer["errors"][2] and "vocabulary" in answer["errors"][3]
 
 
 def test_the_store_is_read_and_written_as_asked_and_only_at_temperature_one(client, place):
@@ -98,7 +89,7 @@ def test_the_store_is_read_and_written_as_asked_and_only_at_temperature_one(clie
     assert Store(place / "store")[reference.reference_id].totals()[1] == 4
 
 
-def test_rows_of_padded_batches_have_values_at_their_padding(client, model):
+def test_rows_of_padded_batches_have_values_at_their_padding_and_are_neither_looked_up_nor_kept(client, model):
     prompts, completions = sequences(4, seed=6)
     masks = [[0] * at + [1] * (21 - 2 * at) + [0] * at for at in range(4)]
     scores = client.score("ref", prompts, completions, attention_masks=masks, temperature=0.8, cache_write=True)
@@ -107,15 +98,11 @@ def test_rows_of_padded_batches_have_values_at_their_padding(client, model):
         logits = model(input_ids=ids, attention_mask=torch.tensor(masks), use_cache=False).logits[:, 11:-1] / 0.8
     expected = logits.log_softmax(-1).gather(2, ids[:, 12:, None])[..., 0]
     assert np.stack(scores.token_logps) == pytest.approx(expected.numpy(), abs=2e-4)
-
-
-def test_masked_rows_are_neither_looked_up_nor_kept(client):
-    prompts, completions = sequences(2, seed=7)
-    keys = sequence_keys(prompts, completions)
-    client.score("ref", prompts, completions, attention_masks=[[1] * 21] * 2, cache_write=True)
+    whole, keys = [[1] * 21] * 4, sequence_keys(prompts, completions)
+    client.score("ref", prompts, completions, attention_masks=whole, cache_write=True)
     client.score("ref", prompts[:1], completions[:1], cache_write=True)
     wait_until(lambda: kept(client, keys) == 1)
-    assert client.score("ref", prompts, completions, attention_masks=[[1] * 21] * 2).hits == 0
+    assert client.score("ref", prompts, completions, attention_masks=whole).hits == 0
     assert kept(client, keys) == 1
 
 
