@@ -80,7 +80,6 @@ def print_json(result: dict[str, Any]) -> None:
 
 
 def print_result(result: dict[str, Any], as_json: bool, *lines: str) -> None:
-    """Print a result as JSON, or as lines of text."""
     if as_json:
         print_json(result)
         return
@@ -134,7 +133,6 @@ class Bar(ProgressCallbacks):
         self._progress.update(self._task.id, description=visible(label), completed=done, total=total or None, rate=rate)
 
     def line(self) -> str:
-        """Return the progress as one line of plain text."""
         task = self._task
         total = "" if task.total is None else f" of {task.total:,.0f}"
         seconds = timedelta(seconds=round(task.elapsed or 0))

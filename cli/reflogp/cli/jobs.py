@@ -281,7 +281,6 @@ def watched(client: Client, job: str) -> Job:
 
 
 def command(name: str, url: str, job: str) -> str:
-    """Return the complete shell command that runs a `reflogp jobs` subcommand on a job."""
     return shlex.join(["reflogp", "jobs", name, url, job])
 
 

@@ -148,7 +148,7 @@ class Client:
             return found
 
         most = tables.VALUE_KEYS_AT_ONCE if values else tables.KEYS_AT_ONCE
-        return tables.joined_lookup(tables.in_parts(tables.key_table(keys), most, None, ask))
+        return tables.joined_lookup(tables.in_parts(tables.key_table(keys), most, ask))
 
     def score(
         self,
@@ -206,7 +206,7 @@ class Client:
             errors.extend(part_errors)
             return scores
 
-        scores = tables.joined_scores(tables.in_parts(table, tables.SEQUENCES_AT_ONCE, tables.TOKENS_AT_ONCE, ask))
+        scores = tables.joined_scores(tables.in_parts(table, tables.SEQUENCES_AT_ONCE, ask))
         if problems := {index: error for index, error in enumerate(errors) if error is not None}:
             raise SequencesRefusedError(problems, list(scores.token_logps))
         return scores

@@ -102,7 +102,6 @@ class JobProgress:
     seconds_left: float | None = None
 
     def line(self) -> str:
-        """Return the progress as one line of text."""
         return (
             f"{self.done:,} of {counted(self.sequences, 'sequence')}: {counted(self.hits, 'hit')}, {self.scored:,} scored"
             + (f", {counted(self.bad_rows, 'bad row')}" if self.bad_rows else "")
@@ -190,7 +189,6 @@ def known(kind: Any, entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def job_from(entry: dict[str, Any]) -> Job:
-    """Read a job from a service's JSON."""
     times = {name: datetime.fromisoformat(entry[name]) for name in _TIMES if entry.get(name)}
     progress = JobProgress(**known(JobProgress, entry["progress"]))
     return Job(**known(Job, entry) | times | {"progress": progress, "dataset": entry["dataset"] or {}})

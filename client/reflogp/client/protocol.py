@@ -48,9 +48,6 @@ _ERRORS: dict[int, type[ServiceError]] = {
     504: DeadlineExceededError,
 }
 
-#: The errors that Python raises when code reads JSON of an unexpected shape.
-UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
-
 #: NOT_SENT contains the failures that prove that the service has not seen the request. DROPPED adds lost connections, after
 #: which the service may have seen the request. ANY_LOSS adds timeouts, after which the service may still be processing the
 #: request.
@@ -103,7 +100,7 @@ def parsed(response: httpx.Response, read: Callable[[Any], T]) -> T:
     """Return `read(body)` for a response's JSON body. Raises ServiceFailedError if the body cannot be read."""
     try:
         return read(response.json())
-    except UNREADABLE as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ServiceFailedError(f"the service's response cannot be read ({type(error).__name__}: {error})") from error
 
 

@@ -55,23 +55,19 @@ def _lists(ids: TokenIds, name: str) -> pa.ListArray:
         raise UsageError(f"{name}: expected lists of token ids ({str(error).splitlines()[0]})") from error
 
 
-def in_parts(table: pa.Table, most: int, most_tokens: int | None, ask: Callable[[pa.Table], T]) -> list[T]:
-    """Call `ask` with at most `most` rows and `most_tokens` tokens of the table at a time, and return its results.
+def in_parts(table: pa.Table, most: int, ask: Callable[[pa.Table], T]) -> list[T]:
+    """Call `ask` with at most `most` rows and TOKENS_AT_ONCE tokens of the table at a time, and return its results.
 
     A part that the service refuses as too large (status 413) is halved. An empty table is one part.
     """
     tokens = np.zeros(len(table) + 1, np.int64)  # the number of tokens before each row
-    if most_tokens is not None:
-        for name in ("prompt_ids", "completion_ids"):
-            tokens[1:] += one_array(table[name]).value_lengths().to_numpy(zero_copy_only=False)
-        tokens = np.cumsum(tokens)
+    for name in {"prompt_ids", "completion_ids"} & set(table.column_names):
+        tokens[1:] += one_array(table[name]).value_lengths().to_numpy(zero_copy_only=False).cumsum()
     results: list[T] = []
     at = 0
     while at < len(table) or not results:
-        rows = most
-        if most_tokens is not None:
-            stop = int(np.searchsorted(tokens, tokens[at] + most_tokens, "right")) - 1
-            rows = min(most, max(stop - at, 1))
+        stop = int(np.searchsorted(tokens, tokens[at] + TOKENS_AT_ONCE, "right")) - 1
+        rows = min(most, max(stop - at, 1))
         part = table.slice(at, rows)
         try:
             results.append(ask(part))
