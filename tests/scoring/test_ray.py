@@ -16,7 +16,7 @@ from reflogp.scoring.errors import EngineError
 from reflogp.scoring.on_ray.cluster import connected
 from reflogp.scoring.on_ray.workers import ClusterWorkers
 from reflogp.store import Store, UsageError, describe_reference
-from tests.conftest import write_rows
+from tests.conftest import INTERRUPTIBLE, write_rows
 from tests.scoring.spread_runs import Runs, odd_rows
 from tests.scoring.test_top_k_runs import K, require_right
 from tests.scoring.watching import Watching
@@ -99,7 +99,7 @@ def test_the_command_line_goes_on_after_an_interrupt(cluster, reflogp, reference
     numerics = ["--dtype", "float32", "--token-budget", "256", "--device", "cpu"]
     rest = [reference_folder, file, "--store", tmp_path / "store", *numerics]
     arguments = ["score", "--ray", cluster.address, *map(str, rest)]
-    command = [sys.executable, "-c", "from reflogp.cli import main; main()", *arguments]
+    command = [sys.executable, "-c", INTERRUPTIBLE, *arguments]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while len(list((tmp_path / "store").glob("*/logprobs/_delta_log/*.json"))) < 3:
         assert run.poll() is None, run.communicate()

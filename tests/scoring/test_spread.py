@@ -33,7 +33,7 @@ from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages
 from reflogp.scoring.vision import load_processor
 from reflogp.store import UsageError, describe_reference
 from reflogp.store.images import kind_of_image, pixel_digest
-from tests.conftest import write_rows
+from tests.conftest import INTERRUPTIBLE, write_rows
 from tests.scoring.deadly import POISON, deadly_model
 from tests.scoring.spread_runs import Runs, odd_rows
 from tests.scoring.stored_rows import rows_of
@@ -226,7 +226,7 @@ def test_workers_end_with_their_run_and_the_next_one_goes_on(reflogp, reference_
     file = write_rows(tmp_path / "rows.jsonl", token_rows(600, seed=7))
     numerics = ["--dtype", "float32", "--token-budget", "256", "--devices", "cpu,cpu"]
     arguments = ["score", *map(str, [reference_folder, file, "--store", tmp_path / "store", *numerics])]
-    command = [sys.executable, "-c", "from reflogp.cli import main; main()", *arguments]
+    command = [sys.executable, "-c", INTERRUPTIBLE, *arguments]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while len(list((tmp_path / "store").glob("*/logprobs/_delta_log/*.json"))) < 3:
         assert run.poll() is None, run.communicate()
