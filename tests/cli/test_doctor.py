@@ -55,19 +55,18 @@ def test_what_is_broken_fails_and_has_a_step(reflogp, reference_folder, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("token", [None, "wrong"])
-def test_a_service_is_asked_with_the_token(reflogp, tmp_path, token):
+def test_a_service_is_asked_with_the_token(reflogp, tmp_path):
     settings = tmp_path / "serve.toml"
     settings.write_text(f'store = "{tmp_path / "store"}"')
     secret = reflogp("token", 'the "doctor"', "--config", settings)[1].strip()
     with running("--config", settings) as service:
-        given = ["--token", token] if token else []
-        code, out, _ = reflogp("doctor", "--url", service.url, *given)
-        assert code == 1
-        assert ("does not accept the token" if token else "requires a token") in out
-        code, out, _ = reflogp("doctor", "--url", service.url, "--token", secret)
-        assert code == 0
-        assert "accepts the token" in out
+        for token, exit_code, said in (
+            ([], 1, "requires a token"),
+            (["--token", "wrong"], 1, "does not accept the token"),
+            (["--token", secret], 0, "accepts the token"),
+        ):
+            code, out, _ = reflogp("doctor", "--url", service.url, *token)
+            assert code == exit_code and said in out
 
 
 def test_a_token_without_a_settings_file_is_printed_with_its_lines(reflogp):
