@@ -7,7 +7,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
 from datetime import datetime
 from importlib.metadata import version
 from itertools import count
@@ -200,8 +199,9 @@ class Client:
         def ask(part: pa.Table) -> Scores:
             # A retry after a lost connection is safe: the store keeps the values that were first stored for a key. After a
             # timeout, there is no retry, because the service may still be computing and a retry would add to its load.
-            call = Call("POST", "/v1/score", params, stream_bytes(part), _ARROW, again=protocol.DROPPED, until=until)
-            call = replace(call, wait=self._timeout or _SCORE_SECONDS) if until is None else replace(call, tries=math.inf)
+            wait, tries = (self._timeout or _SCORE_SECONDS, protocol.TRIES) if until is None else (None, math.inf)
+            body, again = stream_bytes(part), protocol.DROPPED
+            call = Call("POST", "/v1/score", params, body, _ARROW, again, wait, tries, until)
             scores, part_errors = tables.scores_of(self._send(call))
             errors.extend(part_errors)
             return scores
