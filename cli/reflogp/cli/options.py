@@ -144,8 +144,8 @@ TokenBudget = Annotated[
     Any,
     typer.Option(
         parser=_token_budget,
-        help="With --engine torch: maximum number of tokens in one batch, halved when memory runs out. Default: `auto` (based "
-        "on free memory).",
+        help="With --engine torch: maximum number of tokens in one batch, halved when memory runs out. auto: as many as the "
+        "free memory allows.",
         metavar="N|auto",
     ),
 ]
