@@ -188,7 +188,8 @@ def test_groups_that_come_and_do_not_come(seed, reference_folder):
 def test_the_first_values_are_committed_sooner_than_later_ones(run, tmp_path, monkeypatch):
     monkeypatch.setattr("reflogp.scoring.runs.pipeline.FIRST_COMMIT_SECONDS", 0.0)
     watching = Watching()
-    run(write_rows(tmp_path / "rows.jsonl", token_rows(40, seed=7)), watcher=watching, commit_seconds=600)
+    monkeypatch.setattr("reflogp.scoring.runs.pipeline.COMMIT_SECONDS", 600.0)
+    run(write_rows(tmp_path / "rows.jsonl", token_rows(40, seed=7)), watcher=watching)
     assert watching.commits == 2  # after the first pass of many, and at the end
 
 
@@ -206,7 +207,8 @@ def test_the_snapshot_of_a_run_has_the_values_that_another_run_commits_meanwhile
 
     monkeypatch.setattr("reflogp.scoring.data.tokenize.batched", windows)
     file = write_rows(tmp_path / "rows.jsonl", [*rows[:4], *(rows[:1] * 40), *rows[4:]])
-    summary = run(file, commit_seconds=0.01)
+    monkeypatch.setattr("reflogp.scoring.runs.pipeline.COMMIT_SECONDS", 0.01)
+    summary = run(file)
     assert (summary.scored, summary.sequences) == (8, 2 * 48), "this run has scored only its first rows"
     prompts = [row["prompt_ids"] for row in rows] * 2
     keys = sequence_keys(prompts, [row["chosen_ids"] for row in rows] + [row["rejected_ids"] for row in rows])

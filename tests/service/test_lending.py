@@ -244,7 +244,7 @@ class OtherProcess:
 
 def test_a_worker_that_cannot_load_the_model_leaves_the_job_to_the_others():
     lent = [OtherProcess(EngineError("the GPU has no memory left")), OtherProcess()]
-    source = SimpleNamespace(may_come=True, count=2, open=lambda table: None)
+    source = SimpleNamespace(count=2, open=lambda table: None)
     source.begin = lambda have, is_any_placed: [lent.pop(0) for _ in list(lent)]
     events = []
     scheduler = Scheduler(workers=source)

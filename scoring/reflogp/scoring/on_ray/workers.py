@@ -47,8 +47,6 @@ class ClusterWorkers:
         count: number of workers; None for as many as fit on the cluster (see `cluster.default_workers`).
     """
 
-    may_come = True
-
     def __init__(
         self,
         model: str,

@@ -63,7 +63,7 @@ class ScoringPipeline:
         commit_sequences: int = COMMIT_SEQUENCES,
         commit_seconds: float = COMMIT_SECONDS,
     ) -> None:
-        self.scored, self.seconds = 0, 0.0
+        self.seconds = 0.0
         self._engine = engine
         self._commits = Committer(table)
         self.provenance = provenance
@@ -211,7 +211,6 @@ class ScoringPipeline:
                 if self._numbers >= _COMMIT_NUMBERS:
                     self._commit()
         if scored:
-            self.scored += len(scored)
             self._tell(Scored(scored))
         while len(self._done) >= self._commit_sequences:
             self._commit(self._commit_sequences)
@@ -310,11 +309,9 @@ class _Groups(Iterator[list[Sequence]]):
 class OwnEngine:
     """An engine that is loaded when it gets its first misses. It computes in one thread and commits in another."""
 
-    def __init__(
-        self, make_engine: Callable[[], Engine], commit_sequences: int, commit_seconds: float, closes_engine: bool
-    ) -> None:
+    def __init__(self, make_engine: Callable[[], Engine], commit_sequences: int, closes_engine: bool) -> None:
         self._make_engine = make_engine
-        self._commits = commit_sequences, commit_seconds
+        self._commit_sequences = commit_sequences
         self._closes_engine = closes_engine
         self._engine: Engine | None = None
         self._pipeline: ScoringPipeline | None = None
@@ -353,11 +350,6 @@ class OwnEngine:
         if self._engine is not None and self._closes_engine:
             self._engine.close()
 
-    def per_second(self) -> float | None:
-        if self._pipeline is None or not self._pipeline.seconds:
-            return None
-        return self._pipeline.scored / self._pipeline.seconds or None
-
     def work(self) -> Work:
         if self._engine is None or self._pipeline is None:
             return Work()
@@ -370,5 +362,6 @@ class OwnEngine:
                 self._engine = self._make_engine()
             self._counted_before = self._engine.token_counts()
             provenance = {"reflogp": version("reflogp"), **self._engine.provenance()}
-            self._pipeline = ScoringPipeline(self._engine, self._table, provenance, self._tell, *self._commits)
+            limits = self._commit_sequences, COMMIT_SECONDS
+            self._pipeline = ScoringPipeline(self._engine, self._table, provenance, self._tell, *limits)
         return self._pipeline, self._engine

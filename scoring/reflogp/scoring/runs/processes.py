@@ -35,8 +35,6 @@ _LAST_SECONDS = 20.0
 class LocalWorkers:
     """Starts workers in processes on this machine, one per Place; see Workers."""
 
-    may_come = True
-
     def __init__(self, folder: str, reference: Reference, choice: EngineChoice, places: list[Place]) -> None:
         self.count = len(places)
         self._folder = folder

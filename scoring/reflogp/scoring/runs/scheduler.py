@@ -1,7 +1,7 @@
-"""Schedule misses over engines: the engine of this process, workers in other processes or on other machines, or both.
+"""Schedule misses over engines: the engine of this process, or workers in other processes or on other machines.
 
-Misses (sequences that the store lacks) wait in a queue. If there are no workers, the engine of this process takes all misses
-that wait whenever it has room, so that its passes are full. Workers get units: groups of misses that one worker scores and
+Misses (sequences that the store lacks) wait in a queue. The engine of this process takes all misses that wait whenever it has
+room, so that its passes are full. Workers get units: groups of misses that one worker scores and
 commits together. If a worker is lost, its units are queued again and halved until the sequence that kills workers is found.
 
 All methods of Scheduler are called from the run's thread.
@@ -20,11 +20,11 @@ from typing import Any, Protocol
 
 from reflogp.scoring.engines import Engine
 from reflogp.scoring.errors import EngineError, WorkerGoneError
-from reflogp.scoring.runs.committer import COMMIT_SECONDS, COMMIT_SEQUENCES
+from reflogp.scoring.runs.committer import COMMIT_SEQUENCES
 from reflogp.scoring.runs.misses import Committed, Ended, Event, Failed, Miss, Scored, Work
 from reflogp.scoring.runs.pipeline import OwnEngine
 from reflogp.scoring.runs.unit_queue import Rate, Unit, UnitQueue, unit_size
-from reflogp.scoring.runs.units import IN_FLIGHT, encode, split_stored
+from reflogp.scoring.runs.units import IN_FLIGHT, encode
 from reflogp.scoring.runs.watch import Clock, Pulse
 from reflogp.scoring.torch_engine.sequences import TokenCounts
 from reflogp.scoring.tracing import record
@@ -34,13 +34,13 @@ from reflogp.store.top import ValuesTable
 
 #: If this many workers in a row die before they are ready, no further worker is started.
 _FAILED_STARTS = 3
-#: After this many failures in a row, with nothing scored in between, workers get no more units, because the cause is probably
-#: the model or the device, not the rows. For _LOSSES, a failure is a ready worker whose engine raised an error. For _KILLERS, a
+#: After this many failures in a row, with nothing scored in between, the run ends, because the cause is probably the model or
+#: the device, not the rows. For _LOSSES, a failure is a ready worker whose engine raised an error. For _KILLERS, a
 #: failure is a sequence that killed two workers.
 _LOSSES, _KILLERS = 3, 3
-#: Maximum number of seconds to wait for news in each turn. The second number applies if there is an engine in this process,
-#: which does not report that it has room for more misses.
-_LOOK_SECONDS, _LOOK_BESIDE_SECONDS = 1.0, 0.02
+#: Maximum number of seconds to wait for news in each turn. The second number applies to the engine of this process, which does
+#: not report that it has room for more misses.
+_LOOK_SECONDS, _LOOK_OWN_SECONDS = 1.0, 0.02
 #: Number of seconds that `stop` gives workers to commit computed values.
 _LAST_SECONDS = 30.0
 #: The engine of this process gets the waiting misses early if their images use more than this many bytes of memory.
@@ -76,13 +76,7 @@ class Worker(Protocol):
 
 
 class Workers(Protocol):
-    """A source of workers.
-
-    Attributes:
-        may_come: True if the run has workers or may get workers later.
-    """
-
-    may_come: bool
+    """A source of workers."""
 
     @property
     def count(self) -> int:
@@ -129,12 +123,10 @@ class Scheduler:
     """Computes and commits the values of misses.
 
     Args:
-        make_engine: function that loads the engine of this process when it gets its first misses. If it is None, the run needs
-            at least one worker.
-        workers: source of the workers; None for a run that only has the engine of this process.
+        make_engine: function that loads the engine of this process when it gets its first misses; None for a run with workers.
+        workers: source of the workers; None for a run with the engine of this process.
         check: function that is called in each turn of the run's loop, and that can raise an error to stop the run.
-        commit_sequences, commit_seconds: maximum numbers of sequences and of seconds between two commits of this process's
-            engine; the first commit comes after at most 10 seconds.
+        commit_sequences: maximum number of sequences between two commits of this process's engine, and in a unit.
         closes_engine: whether `close` also closes the engine of this process.
     """
 
@@ -145,17 +137,13 @@ class Scheduler:
         *,
         check: Callable[[], None] = lambda: None,
         commit_sequences: int = COMMIT_SEQUENCES,
-        commit_seconds: float = COMMIT_SECONDS,
         closes_engine: bool = True,
     ) -> None:
-        self._own = None
-        if make_engine is not None:
-            self._own = OwnEngine(make_engine, commit_sequences, commit_seconds, closes_engine)
+        self._own = None if make_engine is None else OwnEngine(make_engine, commit_sequences, closes_engine)
         self._source = workers
         self._check = check
         self._window = min(commit_sequences, COMMIT_SEQUENCES)
         self._unit_sequences = commit_sequences
-        self._table: ValuesTable
         self._report: Callable[[Event], None]
         self._news: queue.SimpleQueue[Event | Ended | tuple[_Member, Future[Any]]] = queue.SimpleQueue()
         self._members: list[_Member] = []
@@ -165,9 +153,8 @@ class Scheduler:
         self._rate = Rate()
         self._failed_starts = self._losses = self._killers_in_a_row = 0
         self._last_reason = ""
-        self._workers_failed = False  # only this process's engine gets misses
         self._has_ended = False  # all values of this process's engine are committed
-        self._at_engines = 0  # number of misses that engines are working on
+        self._at_workers = 0  # number of misses that workers are working on
         self._busy_since = 0.0
         self._work = Work()
 
@@ -176,7 +163,7 @@ class Scheduler:
 
         This method is called once, before any other method.
         """
-        self._table, self._report = table, report
+        self._report = report
         if self._source is not None:
             self._source.open(table)
         if self._own is not None:
@@ -195,7 +182,7 @@ class Scheduler:
 
         This method is called several times a second while the run waits for rows.
         """
-        self._turn(0.0, fills_own=not self._is_alone())
+        self._turn(0.0, fills_own=False)
 
     def finish(self) -> None:
         """Wait until it is reported what became of all misses. Raises the same errors as `put`."""
@@ -225,29 +212,22 @@ class Scheduler:
             self._own.close()
 
     def work(self) -> Work:
-        own = Work() if self._own is None else self._own.work()
-        if not self._work.workers:  # no worker was ever ready
-            return own
-        counts, provenance = self._work.token_counts + own.token_counts, own.provenance or self._work.provenance
-        return Work(self._work.seconds, counts, provenance, self._work.workers)
-
-    def _is_alone(self) -> bool:
-        return self._source is None or not self._source.may_come
+        return self._work if self._own is None else self._own.work()
 
     def _is_full(self) -> bool:
-        if self._is_alone():
+        if self._own is not None:
             return len(self._queue) >= self._window or self._queue.held > _IMAGE_BYTES
-        return len(self._queue) >= self._unit_size() * self._engines()
+        return len(self._queue) >= self._unit_size() * self._workers()
 
-    def _engines(self) -> int:
-        return max(1, (0 if self._source is None else self._source.count) + (self._own is not None))
+    def _workers(self) -> int:
+        return max(1, 0 if self._source is None else self._source.count)
 
     def _unit_size(self) -> int:
-        per_second = self._rate.per_second() or (None if self._own is None else self._own.per_second())
-        return unit_size(len(self._queue) + self._to_come, self._engines(), per_second, self._unit_sequences)
+        left = len(self._queue) + self._to_come
+        return unit_size(left, self._workers(), self._rate.per_second(), self._unit_sequences)
 
     def _patience(self) -> float:
-        return _LOOK_SECONDS if self._own is None else _LOOK_BESIDE_SECONDS
+        return _LOOK_SECONDS if self._own is None else _LOOK_OWN_SECONDS
 
     def _turn(self, patience: float, fills_own: bool = True) -> None:
         """Hand out misses to engines that have room, and report what is known; wait at most `patience` seconds for news."""
@@ -268,14 +248,14 @@ class Scheduler:
                 self._gone(member, problem, True)
 
     def _keep_up_workers(self) -> None:
-        if self._source is None or not (self._queue or self._members or self._own is not None):
+        if self._source is None or not (self._queue or self._members):
             return
         if self._failed_starts < _FAILED_STARTS:
             is_any_placed = any(member.name for member in self._members)
             for worker in self._source.begin(len(self._members), is_any_placed):
                 self._members.append(member := _Member(worker, Pulse(self._clock, worker.progress)))
                 self._follow(member, worker.place())
-        if not self._members and self._own is None:
+        if not self._members:
             died = f"{self._failed_starts} workers in a row were lost before they were ready"
             what = died if self._failed_starts else "all workers were lost, and none could be started in their place"
             raise EngineError(f"{what}; the last one: {self._last_reason}")
@@ -284,16 +264,19 @@ class Scheduler:
         answer.add_done_callback(lambda answered: self._news.put((member, answered)))
 
     def _give(self, fills_own: bool) -> None:
-        """Send units to engines that have room, one unit to each engine in turn, so that the last units are spread evenly."""
+        """Send units to workers that have room, one unit to each worker in turn, so that the last units are spread evenly; or
+        all misses to the engine of this process."""
+        if self._own is not None:
+            if fills_own and self._own.is_starved() and (misses := self._queue.take_all()):
+                self._own.give(misses)
+            return
         for count in range(IN_FLIGHT):
-            for member in [] if self._workers_failed else self._members:
+            for member in self._members:
                 if member.is_ready and len(member.flying) == count and self._may_have_more(member):
                     unit = self._queue.take(self._unit_size())
                     if unit is None:
                         return
                     self._send(member, unit)
-            if count == 0 and fills_own and self._own is not None and self._own.is_starved():
-                self._give_own(self._own)
 
     def _send(self, member: _Member, unit: Unit) -> None:
         content, problems = encode(unit.misses)
@@ -305,30 +288,6 @@ class Scheduler:
             answer = member.worker.score(content, unit.again)
             member.flying[answer] = (unit, time.monotonic())
             self._follow(member, answer)
-
-    def _give_own(self, own: OwnEngine) -> None:
-        """Give this process's engine all waiting misses, or a unit if it shares them with workers.
-
-        As long as the run uses workers, suspect units (see Unit) are sent only to workers, because a sequence that kills this
-        process would stop the whole run.
-        """
-        may_be_suspect = self._workers_failed or not self._members
-        unit = self._queue.take_all() if self._is_alone() else self._queue.take(self._unit_size(), may_be_suspect)
-        if unit is None:
-            return
-        misses = self._not_stored(unit) if unit.again else unit.misses
-        if misses:
-            self._note_given(len(misses))
-            own.give(misses)
-
-    def _not_stored(self, unit: Unit) -> list[Miss]:
-        """From a lost worker's unit, return the misses that the store lacks; report the others as scored and committed."""
-        now = self._table.snapshot()
-        done, others = split_stored(now, unit.misses)
-        if done:
-            self._report(Scored(done))
-            self._report(Committed(done, now.number))
-        return others
 
     def _may_have_more(self, member: _Member) -> bool:
         """A suspect unit (see Unit) is sent only to an idle worker, and that worker gets no other unit until it has scored the
@@ -348,11 +307,7 @@ class Scheduler:
             case (_Member() as member, answer):
                 if member in self._members:  # otherwise it was lost, and its units are queued again
                     self._arrived(member, answer)
-            case Committed():
-                self._report(news)
-            case Scored() | Failed():
-                self._losses = self._killers_in_a_row = 0
-                self._note_returned(len(news.misses) if isinstance(news, Scored) else 1)
+            case Scored() | Failed() | Committed():
                 self._report(news)
 
     def _arrived(self, member: _Member, answer: Future[Any]) -> None:
@@ -367,7 +322,7 @@ class Scheduler:
             self._losses += member.is_ready  # the device may be unusable now
             self._gone(member, str(error), True)
             if self._losses >= _LOSSES:
-                self._give_up(f"{self._losses} workers in a row were lost; the last one: {error}")
+                raise EngineError(f"{self._losses} workers in a row were lost; the last one: {error}") from error
         else:
             if answer in member.flying:
                 self._landed(member, answer, value)
@@ -379,8 +334,7 @@ class Scheduler:
                 record("load model", time.monotonic() - member.begun_at, worker=member.name)
                 member.is_ready, self._failed_starts = True, 0
                 self._work.provenance = self._work.provenance or value
-                at_work = sum(member.is_ready for member in self._members) + (self._own is not None)
-                self._work.workers = max(self._work.workers, at_work)
+                self._work.workers = max(self._work.workers, sum(member.is_ready for member in self._members))
 
     def _landed(self, member: _Member, answer: Future[Any], value: dict[str, Any]) -> None:
         unit, sent_at = member.flying.pop(answer)
@@ -431,27 +385,20 @@ class Scheduler:
         self._report(Failed(miss, f"the sequence killed two workers ({reason})"))
         self._killers_in_a_row += 1
         if self._killers_in_a_row >= _KILLERS:
-            self._give_up(
+            raise EngineError(
                 f"{self._killers_in_a_row} sequences in a row killed two workers each, so the cause is probably the model "
                 f"or the device, not the rows: {reason}"
             )
 
-    def _give_up(self, why: str) -> None:
-        """Send no more units to workers and continue with this process's engine; raise EngineError if there is none."""
-        if self._own is None:
-            raise EngineError(why)
-        warnings.warn(f"{why}; the run continues with this process's engine only", stacklevel=2)
-        self._workers_failed = True
-
     def _note_given(self, count: int) -> None:
-        if not self._at_engines:
+        if not self._at_workers:
             self._busy_since = time.monotonic()
-        self._at_engines += count
+        self._at_workers += count
 
     def _note_returned(self, count: int) -> None:
-        """Record that engines are done with misses. If they have no others, add the busy period to the scoring seconds."""
-        self._at_engines -= count
-        if not self._at_engines:
+        """Record that workers are done with misses. If they have no others, add the busy period to the scoring seconds."""
+        self._at_workers -= count
+        if not self._at_workers:
             self._work.seconds += time.monotonic() - self._busy_since
 
 

@@ -70,19 +70,14 @@ class UnitQueue:
             self.held += _held(miss)
         self._grouped += len(misses)
 
-    def take(self, size: int, suspects: bool = True) -> Unit | None:
+    def take(self, size: int) -> Unit | None:
         """Remove and return the next unit, or None if there is none.
 
         Units to retry come first. A new unit has up to `size` sequences. Sequences with the same prompt are split across units
         only if there are more than `size` of them, or if the unit has no room for all their images.
-
-        Args:
-            suspects: whether the returned unit may be a suspect unit (see Unit). If False, suspect units stay in the queue.
         """
-        for at, unit in enumerate(self._again):
-            if suspects or not unit.suspect:
-                del self._again[at]
-                return unit
+        if self._again:
+            return self._again.popleft()
         chosen: list[Miss] = []
         images: dict[bytes, int] = {}
         while self._groups:
@@ -98,14 +93,12 @@ class UnitQueue:
         self.held -= sum(map(_held, chosen))
         return Unit(chosen) if chosen else None
 
-    def take_all(self) -> Unit | None:
-        """Remove and return all misses as one unit, or the next unit to retry; None if there is nothing."""
-        if self._again:
-            return self._again.popleft()
+    def take_all(self) -> list[Miss]:
+        """Remove and return all misses."""
         misses = [miss for group in self._groups.values() for miss in group]
         self._groups.clear()
         self._grouped = self.held = 0
-        return Unit(misses) if misses else None
+        return misses
 
     def is_suspect(self) -> bool:
         return bool(self._again) and self._again[0].suspect

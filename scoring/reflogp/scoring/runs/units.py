@@ -38,7 +38,7 @@ from reflogp.store import (
     resolve_model,
 )
 from reflogp.store.images import pixel_digest
-from reflogp.store.top import ValuesSnapshot, ValuesTable
+from reflogp.store.top import ValuesTable
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,9 @@ class UnitScorer:
         if again:
             now = self._table.snapshot()
             snapshot = now.number
-            _, misses = split_stored(now, misses)
+            lengths = now.stored_lengths(pa.array([miss.key for miss in misses], pa.binary()))
+            needed = [len(miss.sequence.completion_ids) for miss in misses]
+            misses = [miss for miss, length, least in zip(misses, lengths, needed, strict=True) if length < least]
         asked = _Asked(problems, snapshot, len(misses))
         with self._changed:
             self._asked.update((miss, asked) for miss in misses)
@@ -222,16 +224,6 @@ class UnitScorer:
                 case Ended(error):
                     self.error = error or EngineError("the worker was stopped")
             self._changed.notify_all()
-
-
-def split_stored(now: ValuesSnapshot, misses: list[Miss]) -> tuple[list[Miss], list[Miss]]:
-    """Return the misses of which the snapshot contains all values, and the others."""
-    lengths = now.stored_lengths(pa.array([miss.key for miss in misses], pa.binary()))
-    stored: list[Miss] = []
-    others: list[Miss] = []
-    for miss, length in zip(misses, lengths, strict=True):
-        (stored if length >= len(miss.sequence.completion_ids) else others).append(miss)
-    return stored, others
 
 
 @dataclass(eq=False)

@@ -33,8 +33,6 @@ class LentWorkers:
         check: called repeatedly while the run waits for a worker; raises an error to stop the job.
     """
 
-    may_come = True
-
     def __init__(self, reference_id: str, check: Callable[[], None]) -> None:
         self._reference_id = reference_id
         self._check = check
