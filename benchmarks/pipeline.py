@@ -29,8 +29,7 @@ import torch
 from sides import make_tokenizer, quiet, read_pairs
 
 from reflogp.scoring.data.read import RowSource
-from reflogp.scoring.data.tokenize import load_tokenizer
-from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.data.tokenize import TokenizedDataset, load_tokenizer
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.runs.score import score_dataset
@@ -208,13 +207,12 @@ def ray(world: World, online: bool) -> dict[str, Any]:
     from ray.cluster_utils import Cluster
 
     import reflogp.scoring.on_ray.workers as workers
-    from reflogp.scoring.on_ray.cluster import connected
 
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")])
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     workers.NodeWorker = ClockedWorker  # type: ignore[misc]
     try:
-        with connected(cluster.address):
+        with workers.connected(cluster.address):
             found = workers.ClusterWorkers(str(world.model), None, world.reference, EngineChoice("torch", "cpu"), 1)
             on_ray = Scheduler(workers=found)
             try:

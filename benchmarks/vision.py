@@ -31,8 +31,7 @@ from vision_models import FAMILIES, PATCH, random_vision_model
 from reflogp.cli.demo_model import train_tokenizer
 from reflogp.scoring import TorchEngine
 from reflogp.scoring.data.objects import open_dataset
-from reflogp.scoring.data.tokenize import load_tokenizer
-from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.data.tokenize import TokenizedDataset, load_tokenizer
 from reflogp.scoring.runs.score import images_for_engine
 from reflogp.scoring.torch_engine.sequences import Sequence
 from reflogp.scoring.vision import VisionProcessor

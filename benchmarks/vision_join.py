@@ -29,8 +29,7 @@ from vision_models import random_vision_model
 
 from reflogp.cli.demo_model import train_tokenizer
 from reflogp.scoring.data.objects import open_dataset
-from reflogp.scoring.data.tokenize import load_tokenizer
-from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.data.tokenize import TokenizedDataset, load_tokenizer
 from reflogp.scoring.vision import load_processor
 from reflogp.store import Store, describe_reference, sequence_keys
 from reflogp.store.schema import shard_table

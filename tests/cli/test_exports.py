@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from reflogp.scoring.data.read import RowSource
-from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.data.tokenize import TokenizedDataset
 from reflogp.service.runner.result import write_result
 from reflogp.store import Store, describe_reference
 from reflogp.store.windows import TrainerSettings

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from reflogp.scoring.data.read import RowSource
-from reflogp.scoring.data.tokenize import load_tokenizer
-from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.data.tokenize import TokenizedDataset, load_tokenizer
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.runs.score import score_dataset

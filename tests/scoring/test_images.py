@@ -23,11 +23,10 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
 from reflogp.scoring import TorchEngine, join, score
-from reflogp.scoring.data import tokenized as tokenized_module
+from reflogp.scoring.data import tokenize as tokenize_module
 from reflogp.scoring.data.objects import open_dataset
 from reflogp.scoring.data.read import RowSource
-from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset
-from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.data.tokenize import TokenizedDataset, load_tokenizer, tokenize_dataset
 from reflogp.scoring.errors import DatasetError, EngineError, InvalidSequencesError, TokenizerError
 from reflogp.scoring.runs.score import images_for_engine
 from reflogp.scoring.torch_engine import attention, selfcheck
@@ -339,7 +338,7 @@ def test_every_form_of_a_dataset_gives_the_same_values(llava, tmp_path):
 @pytest.mark.parametrize("first", ["absent", "null", "null image"])
 def test_images_may_begin_after_the_first_window(first, form, llava, tmp_path, monkeypatch):
     """Every row has the same key, whether rows without an image have an empty list, null or no column."""
-    monkeypatch.setattr(tokenized_module, "tokenize_dataset", partial(tokenize_dataset, window=4))
+    monkeypatch.setattr(tokenize_module, "tokenize_dataset", partial(tokenize_dataset, window=4))
     uris = ["data:image/png;base64," + base64.b64encode(encoded(entry, "PNG")).decode() for entry in PICTURES]
     wanted = [pair(f"what is {n}?", []) for n in range(10)] + [pair(f"what is {n}?", [uri]) for n, uri in enumerate(uris)]
     if form == "plain text":
@@ -357,7 +356,7 @@ def test_images_may_begin_after_the_first_window(first, form, llava, tmp_path, m
 
 def test_columns_of_images_that_begin_too_late_are_refused_by_name(llava, tmp_path, monkeypatch):
     """In the last file alone, and in a stream."""
-    monkeypatch.setattr(tokenized_module, "tokenize_dataset", partial(tokenize_dataset, window=4))
+    monkeypatch.setattr(tokenize_module, "tokenize_dataset", partial(tokenize_dataset, window=4))
     row = {name: value for name, value in pair("what?", []).items() if name != "images"}
     late = {**row, "images": [encoded(PICTURES[0], "PNG")]}
     for number, some in enumerate(([row] * 6, [late])):
@@ -377,7 +376,7 @@ def test_a_dataset_of_text_needs_no_image_processor_that_loads(llava, tmp_path, 
     text = {name: value for name, value in pair("what?", []).items() if name != "images"}
     [window] = tokenized(tmp_path / "model", open_dataset([text]))
     assert not window.problems and window.vision is None
-    monkeypatch.setattr(tokenized_module, "tokenize_dataset", partial(tokenize_dataset, window=1))
+    monkeypatch.setattr(tokenize_module, "tokenize_dataset", partial(tokenize_dataset, window=1))
     with pytest.raises(TokenizerError, match="image processor cannot be loaded"):
         list(tokenized(tmp_path / "model", open_dataset([text, pair("what?", [encoded(PICTURES[0], "PNG")])])))
 

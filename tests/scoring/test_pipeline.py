@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from reflogp.scoring.data.read import RowSource, batched
-from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.data.tokenize import TokenizedDataset
 from reflogp.scoring.errors import DatasetError, EngineError, OutOfMemoryError
 from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.runs.score import score_dataset

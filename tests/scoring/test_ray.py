@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
-from reflogp.scoring.on_ray.cluster import connected
-from reflogp.scoring.on_ray.workers import ClusterWorkers
+from reflogp.scoring.on_ray.workers import ClusterWorkers, connected
 from reflogp.store import Store, UsageError, describe_reference
 from tests.conftest import INTERRUPTIBLE, write_rows
 from tests.scoring.spread_runs import Runs, odd_rows

@@ -15,8 +15,8 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset
-from reflogp.scoring.reports.outliers import robust_z_by_length
-from reflogp.scoring.reports.similarity import shared_starts, similarities, similarity
+from reflogp.scoring.reports.collect import shared_starts, similarities, similarity
+from reflogp.scoring.reports.measures import robust_z_by_length
 from reflogp.scoring.reports.truncation import Lengths, cut, cuts, max_length_for_share
 from reflogp.store import Store, describe_reference, sequence_keys
 from reflogp.store.keys import list_lengths, token_lists

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from reflogp.scoring.torch_engine import head as head_module
+from reflogp.scoring.torch_engine.head import RunningTop, in_order, top_of
 from reflogp.scoring.torch_engine.load import in_memory
-from reflogp.scoring.torch_engine.top import RunningTop, in_order, top_of
 from reflogp.store import UsageError
 from tools.families import FAMILIES, VOCAB, build
 

@@ -15,8 +15,7 @@ import pytest
 
 from reflogp.client import Client, ServicePath
 from reflogp.scoring.data.read import RowSource
-from reflogp.scoring.data.tokenize import load_tokenizer
-from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.data.tokenize import TokenizedDataset, load_tokenizer
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.runs.misses import Miss

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
 from reflogp.scoring.data.read import RowSource
-from reflogp.scoring.data.tokenize import load_tokenizer
-from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.data.tokenize import TokenizedDataset, load_tokenizer
 from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.torch_engine import TorchEngine

@@ -11,8 +11,7 @@ from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 
 from reflogp.scoring import score
 from reflogp.scoring.data.objects import open_dataset
-from reflogp.scoring.data.tokenize import load_tokenizer
-from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.data.tokenize import TokenizedDataset, load_tokenizer
 from reflogp.scoring.vision import load_processor
 from reflogp.store import UsageError
 from reflogp.trainer import CachedDPOTrainer, CachedKTOTrainer, MissingLogpsError, Reference

@@ -25,7 +25,7 @@ from reflogp.store.store import choose_reference
 
 if TYPE_CHECKING:
     from reflogp.scoring.data.read import RowSource
-    from reflogp.scoring.data.tokenized import TokenizedDataset
+    from reflogp.scoring.data.tokenize import TokenizedDataset
     from reflogp.scoring.runs.scheduler import Workers
 
 HASHING = "hashing weights (bytes)"
@@ -212,8 +212,7 @@ def score(
     with ExitStack() as stack:
         if ray is not None:
             with needs("ray"):
-                from reflogp.scoring.on_ray.cluster import connected, on_workers
-                from reflogp.scoring.on_ray.workers import ClusterWorkers
+                from reflogp.scoring.on_ray.workers import ClusterWorkers, connected, on_workers
             stack.enter_context(connected(ray or None))
             choice = on_workers(choice)
         if claim is None:
@@ -272,8 +271,7 @@ def find_reference(store: Store, arguments: ScoreArguments, otherwise: str | Non
 
 def tokenized(rows: RowSource, folder: str, arguments: ScoreArguments) -> TokenizedDataset:
     """Return the rows as a dataset of token ids. The rows are tokenized later, when the result is iterated over."""
-    from reflogp.scoring.data.tokenize import chosen_processor, chosen_tokenizer
-    from reflogp.scoring.data.tokenized import TokenizedDataset
+    from reflogp.scoring.data.tokenize import TokenizedDataset, chosen_processor, chosen_tokenizer
 
     chosen = arguments.tokenizer, arguments.chat_template, arguments.trust_remote_code
     return TokenizedDataset(

@@ -16,7 +16,7 @@ from reflogp.store.commands import ScoreArguments, naming_command
 from reflogp.store.texts import counted
 
 if TYPE_CHECKING:
-    from reflogp.scoring.data.tokenized import TokenizedDataset
+    from reflogp.scoring.data.tokenize import TokenizedDataset
     from reflogp.scoring.versus import Versus
 
 

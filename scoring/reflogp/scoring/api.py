@@ -16,8 +16,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from reflogp.scoring.data.objects import kind_of, open_dataset
 from reflogp.scoring.data.read import RowSource
-from reflogp.scoring.data.tokenize import chosen_processor, chosen_tokenizer
-from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.data.tokenize import TokenizedDataset, chosen_processor, chosen_tokenizer
 from reflogp.scoring.engines import EngineChoice, PassEngine
 from reflogp.scoring.errors import NotScoredError
 from reflogp.scoring.joining import JoinedWindow, JoinSummary, TopTokens, joined_windows, with_columns

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from reflogp.scoring.data.objects import kind_of
 from reflogp.scoring.data.read import RowSource, table_of_rows
-from reflogp.scoring.data.tokenized import RowCount, TokenizedDataset
+from reflogp.scoring.data.tokenize import RowCount, TokenizedDataset
 from reflogp.scoring.errors import DatasetError
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.score import NAMED_ROWS

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
+import re
+import socket
 import time
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError, WorkerGoneError
-from reflogp.scoring.on_ray.cluster import (
-    default_workers,
-    describe_cluster,
-    on_workers,
-    reason_of,
-    resources_of,
-    this_node,
-)
 from reflogp.scoring.runs.scheduler import Worker, settle
 from reflogp.scoring.runs.units import IN_FLIGHT, ScoringWorker
-from reflogp.store import Reference
+from reflogp.store import Reference, UsageError
 from reflogp.store.storage import split_table_uri
-from reflogp.store.texts import counted
+from reflogp.store.texts import counted, first_line
 from reflogp.store.top import ValuesTable
 
 #: If Ray has not placed any worker, the run warns after _SAID_SECONDS and fails after _PLACE_SECONDS. A node that Ray adds
@@ -40,11 +39,11 @@ class NodeWorker(ScoringWorker):
 
 
 class ClusterWorkers:
-    """Starts workers on the cluster that this process is connected to (see `cluster.connected`).
+    """Starts workers on the cluster that this process is connected to (see `connected`).
 
     Args:
         model: folder or hub id of the model, which each worker resolves on its own node.
-        count: number of workers; None for as many as fit on the cluster (see `cluster.default_workers`).
+        count: number of workers; None for as many as fit on the cluster (see `default_workers`).
     """
 
     def __init__(
@@ -132,3 +131,93 @@ def _future(reference: Any) -> Future[Any]:
 
     reference.future().add_done_callback(take)
     return answer
+
+
+#: The address for which `connect` starts Ray on this machine. Ray stops when this process disconnects.
+LOCAL = "local"
+_CONNECT_SECONDS = 5.0
+
+
+def connect(address: str | None) -> bool:
+    """Connect to the cluster at an address, and return True.
+
+    If this process is already connected to a cluster, keep that connection and return False.
+
+    Args:
+        address: "auto", host:port, ray://host:port, or "local" to start Ray on this machine; None means the address in
+            $RAY_ADDRESS, or "local" if the variable is not set.
+
+    Raises UsageError if there is no cluster at the address.
+    """
+    if ray.is_initialized():
+        return False
+    where = address or os.environ.get("RAY_ADDRESS") or LOCAL
+    own = {"include_dashboard": False} if where == LOCAL else {}
+    try:
+        if (named := re.fullmatch(r"(?:ray://)?([^/]+):(\d+)", where)) is not None:  # Ray itself would keep trying for minutes
+            socket.create_connection((named[1], int(named[2])), _CONNECT_SECONDS).close()
+        ray.init(where, log_to_driver=False, logging_level=logging.ERROR, **own)
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        hint = "`ray start --head` starts a cluster; if the cluster requires a token, set RAY_AUTH_MODE=token"
+        raise UsageError(f"cannot connect to a Ray cluster at {where}: {first_line(error)} ({hint})") from error
+    return True
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[None]:
+    """Connect to a cluster for the duration of the block; see `connect`.
+
+    If this function opens the connection, it closes the connection at the end of the block, and Ray then stops the actors.
+    """
+    ours = connect(address)
+    try:
+        yield
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+def on_workers(choice: EngineChoice) -> EngineChoice:
+    """Return the engine choice for Ray's workers.
+
+    The device "auto" is replaced by "cuda" if the cluster has a GPU, otherwise by "cpu". All other settings are kept.
+
+    Raises UsageError for a device with a number, because Ray assigns the GPUs.
+    """
+    if choice.device not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"device {choice.device}: Ray assigns a GPU to each worker; use 'auto', 'cpu' or 'cuda'")
+    gpu = ray.cluster_resources().get("GPU", 0) >= 1
+    return replace(choice, device="cuda" if gpu else "cpu") if choice.device == "auto" else choice
+
+
+def default_workers(choice: EngineChoice) -> int:
+    """Return how many workers the whole cluster has resources for, including resources that are in use.
+
+    The result is at least 1, because Ray may add a node later.
+    """
+    resources = ray.cluster_resources()
+    room = resources.get("GPU", 0) // choice.gpus() if choice.gpus() else resources.get("CPU", 0)
+    return max(1, int(room))
+
+
+def resources_of(choice: EngineChoice) -> dict[str, float]:
+    return {"num_gpus": choice.gpus(), "num_cpus": 0} if choice.gpus() else {"num_gpus": 0, "num_cpus": 1}
+
+
+def describe_cluster() -> str:
+    resources, alive = ray.cluster_resources(), [node for node in ray.nodes() if node["Alive"]]
+    gpus, cpus = (counted(int(resources.get(name, 0)), name) for name in ("GPU", "CPU"))
+    return f"{gpus} and {cpus} on {counted(len(alive), 'node')}"
+
+
+def this_node() -> str:
+    return f"{ray.util.get_node_ip_address()} ({ray.get_runtime_context().get_node_id()[:8]})"
+
+
+def reason_of(error: RayError) -> str:
+    text = str(error)
+    if "its node has died" in text or "node was terminated" in text:
+        return "the worker's node died"
+    if isinstance(error, ActorDiedError) and not error.actor_init_failed:
+        return "the worker's process was killed or crashed"
+    return first_line(error)

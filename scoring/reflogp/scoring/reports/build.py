@@ -12,14 +12,17 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from reflogp.scoring.data.tokenize import TokenizedRows
-from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.data.tokenize import TokenizedDataset, TokenizedRows
 from reflogp.scoring.reports import findings
 from reflogp.scoring.reports.collect import Collected, ReportSummary, collect
-from reflogp.scoring.reports.comparison import compare
-from reflogp.scoring.reports.duplicates import find_duplicates
-from reflogp.scoring.reports.figures import label_preference, make_figures, pair_preference
-from reflogp.scoring.reports.outliers import find_outliers
+from reflogp.scoring.reports.measures import (
+    compare,
+    find_duplicates,
+    find_outliers,
+    label_preference,
+    make_figures,
+    pair_preference,
+)
 from reflogp.scoring.reports.page import PAGE_NAME, Content, check_folder, render_page
 from reflogp.scoring.reports.shown import read_shown
 from reflogp.scoring.reports.truncation import TRL_MAX_LENGTH, cut, cuts, max_length_for_share

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from reflogp.scoring.reports.figures import Histograms
+from reflogp.scoring.reports.measures import Histograms
 from reflogp.store.texts import number, short_number
 
 #: Stylesheet for reports and for the pages of a service, including their charts.

@@ -13,10 +13,7 @@ from typing import Literal
 import numpy as np
 
 from reflogp.scoring.reports.collect import ALIKE, Collected
-from reflogp.scoring.reports.comparison import Comparison
-from reflogp.scoring.reports.duplicates import Duplicates
-from reflogp.scoring.reports.figures import LabelPreference, PairPreference
-from reflogp.scoring.reports.outliers import OutlierKind
+from reflogp.scoring.reports.measures import Comparison, Duplicates, LabelPreference, OutlierKind, PairPreference
 from reflogp.scoring.reports.truncation import TRL_MAX_LENGTH, Cut
 from reflogp.store.texts import counted, percent
 

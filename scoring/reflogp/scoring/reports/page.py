@@ -18,11 +18,8 @@ from markupsafe import Markup
 
 from reflogp.scoring.reports.charts import STYLE, draw_histograms
 from reflogp.scoring.reports.collect import ALIKE, Collected
-from reflogp.scoring.reports.comparison import Comparison
-from reflogp.scoring.reports.duplicates import Duplicates
-from reflogp.scoring.reports.figures import Figures, PairPreference
 from reflogp.scoring.reports.findings import Finding, verdict
-from reflogp.scoring.reports.outliers import OutlierKind
+from reflogp.scoring.reports.measures import Comparison, Duplicates, Figures, OutlierKind, PairPreference
 from reflogp.scoring.reports.shown import LEVELS, Shown, visible
 from reflogp.scoring.reports.truncation import Cut
 from reflogp.store import Snapshot, UsageError

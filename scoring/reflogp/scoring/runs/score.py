@@ -5,23 +5,24 @@ Misses are sequences that the store lacks. The scheduler has their values comput
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
+from contextvars import copy_context
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from reflogp.scoring.data.tokenize import TokenizedRows
-from reflogp.scoring.data.tokenized import RowCount, StoppedError, TokenizedWindows
+from reflogp.scoring.data.tokenize import RowCount, StoppedError, TokenizedRows, TokenizedWindows
 from reflogp.scoring.errors import OtherEngineError
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.misses import Committed, Event, Failed, Miss, Scored
-from reflogp.scoring.runs.prefetch import Prefetch
 from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages
 from reflogp.scoring.tracing import record, run_span, span
@@ -397,3 +398,77 @@ def _refuse_other_engines(stored: ValuesFound, places: npt.NDArray[np.int64], en
             f"the store has values from {', '.join(sorted(others))} for this dataset, but --strict-engine allows only values "
             f"from {engine}; use a different store, or omit --strict-engine (values from different engines differ by rounding)"
         )
+
+
+T = TypeVar("T")
+
+#: Maximum number of seconds that `close` waits for the thread. If the thread is still producing an item after this time, it
+#: ends when the item is finished, or when the process exits.
+_LAST_SECONDS = 5.0
+#: Seconds between two calls of `meanwhile`. While the queue is full, the thread also checks at this interval whether `close`
+#: was called.
+_LOOK_SECONDS = 0.1
+
+
+class Prefetch(Generic[T]):
+    """An iterable whose items a background thread produces in advance. Close it, so that the thread is stopped.
+
+    The thread runs in a copy of the caller's context, so that its spans belong to the caller's trace.
+
+    Args:
+        items: the iterable that produces the items. The thread iterates over it. A generator is then closed in the same thread.
+        depth: maximum number of finished items that wait in the queue; the thread may hold one more.
+    """
+
+    def __init__(self, items: Iterable[T], depth: int, name: str) -> None:
+        self._items = items
+        self._made: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(depth)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=copy_context().run, args=(self._make,), name=name, daemon=True)
+        self._thread.start()
+
+    def items(self, meanwhile: Callable[[], None]) -> Iterator[T]:
+        """Yield the items. If the iterable raises an error, raise the error after all earlier items have been yielded.
+
+        Args:
+            meanwhile: function that is called several times a second while the next item is not ready.
+        """
+        while True:
+            try:
+                made = self._made.get(timeout=_LOOK_SECONDS)
+            except queue.Empty:
+                meanwhile()
+                continue
+            if made is None:
+                return
+            if isinstance(made, BaseException):
+                raise made
+            yield made[0]
+
+    def close(self) -> None:
+        """Stop producing items, and wait a few seconds for the thread to exit."""
+        self._closing.set()
+        self._thread.join(_LAST_SECONDS)
+
+    def _make(self) -> None:
+        last: BaseException | None = None
+        items = iter(self._items)
+        try:
+            for item in items:
+                if not self._put((item,)):
+                    break
+        except BaseException as error:
+            last = error
+        finally:
+            if isinstance(items, Iterator) and hasattr(items, "close"):
+                items.close()  # in this thread, where the generator entered its context managers
+        self._put(last)
+
+    def _put(self, made: tuple[T] | BaseException | None) -> bool:
+        while not self._closing.is_set():
+            try:
+                self._made.put(made, timeout=_LOOK_SECONDS)
+                return True
+            except queue.Full:
+                continue
+        return False

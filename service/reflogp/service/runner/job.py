@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from reflogp.scoring.data.tokenized import StoppedError
+from reflogp.scoring.data.tokenize import StoppedError
 from reflogp.scoring.data.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from reflogp.scoring.errors import DatasetError
 from reflogp.scoring.runs.callbacks import ProgressCallbacks

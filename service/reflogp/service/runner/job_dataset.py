@@ -23,8 +23,7 @@ import pyarrow.compute as pc
 
 from reflogp.scoring.data.images import ImageFile
 from reflogp.scoring.data.shape import Format
-from reflogp.scoring.data.tokenize import TokenizedRows
-from reflogp.scoring.data.tokenized import StoppedError
+from reflogp.scoring.data.tokenize import StoppedError, TokenizedRows
 from reflogp.scoring.vision import VisionProcessor
 from reflogp.service.runner.reader import Reading, count_rows, read_rows
 

@@ -18,8 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from reflogp.scoring.data.tokenize import TokenizedRows
-from reflogp.scoring.data.tokenized import TokenizedWindows
+from reflogp.scoring.data.tokenize import TokenizedRows, TokenizedWindows
 from reflogp.scoring.joining import join_note
 from reflogp.store import Snapshot
 from reflogp.store.files import write_atomically
