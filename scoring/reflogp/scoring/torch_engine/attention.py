@@ -430,9 +430,10 @@ def torch_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
     attention, but does not have this argument.
     """
     attend = _torch_varlen()
-    assert attend is not None
-    wanted = {"scale": call.scale, "window_size": _flash_window(call), "enable_gqa": call.key.shape[1] != call.query.shape[1]}
-    return _by_varlen(attend, layout, call, wanted, needed=("scale", "window_size"))
+    keywords = {"scale": call.scale, "window_size": _flash_window(call)}
+    if "enable_gqa" in _parameters(attend):
+        keywords["enable_gqa"] = call.key.shape[1] != call.query.shape[1]
+    return _by_varlen(attend, layout, call, keywords)
 
 
 def flash_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
@@ -450,10 +451,10 @@ def flash3_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
 
 def _by_flash(attend: Callable[..., Any] | None, layout: PackLayout, call: Call) -> torch.Tensor:
     assert attend is not None
-    wanted: dict[str, Any] = {"softmax_scale": call.scale, "causal": True, "window_size": _flash_window(call)}
+    keywords: dict[str, Any] = {"softmax_scale": call.scale, "causal": True, "window_size": _flash_window(call)}
     if call.softcap is not None:
-        wanted["softcap"] = call.softcap
-    return _by_varlen(attend, layout, call, wanted, needed=tuple(wanted))
+        keywords["softcap"] = call.softcap
+    return _by_varlen(attend, layout, call, keywords)
 
 
 def _flash_window(call: Call) -> tuple[int, int]:
@@ -461,20 +462,11 @@ def _flash_window(call: Call) -> tuple[int, int]:
     return (-1 if call.window is None else call.window - 1, 0)
 
 
-def _by_varlen(
-    attend: Callable[..., Any], layout: PackLayout, call: Call, wanted: dict[str, Any], needed: tuple[str, ...]
-) -> torch.Tensor:
-    """Call a variable-length kernel with those arguments in `wanted` that the kernel's installed version accepts."""
-    takes = _parameters(attend)
-    if lacking := [name for name in needed if name not in takes]:
-        raise UnsupportedAttentionError(
-            f"the installed version of this kernel does not accept these arguments: {', '.join(lacking)}"
-        )
+def _by_varlen(attend: Callable[..., Any], layout: PackLayout, call: Call, keywords: dict[str, Any]) -> torch.Tensor:
     size, width = call.value.shape[-1], call.query.shape[-1]
     # In multi-head latent attention, values are narrower than keys.
     value = call.value if size == width else F.pad(call.value, (0, width - size))
     query, key, value = (_flat(tensor) for tensor in (call.query, call.key, value))
-    keywords = {name: argument for name, argument in wanted.items() if name in takes}
     parts = []
     for rows, gather, queries, keys, longest_query, longest_key in layout.varlen(_GATHERED_BYTES // (2 * key[0].nbytes)):
         own_key, own_value = (key, value) if gather is None else (key[gather], value[gather])
@@ -554,12 +546,9 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[0].transpose(0, 1).contiguous()
 
 
-@cache
-def _torch_varlen() -> Callable[..., Any] | None:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
+def _torch_varlen() -> Callable[..., Any]:
+    from torch.nn.attention.varlen import varlen_attn
+
     found: Any = varlen_attn
     return cast(Callable[..., Any], found)
 
@@ -611,7 +600,7 @@ class _Kernel(NamedTuple):
 _CPU_KERNELS = (_Kernel(cpu_blocks, lambda: cpu_attention.problem(64, 64) is None, _cpu_blocks_problem),)
 _CUDA_KERNELS = (
     _Kernel(flash3_varlen, lambda: _flash3_varlen() is not None, _varlen_problem),
-    _Kernel(torch_varlen, lambda: _torch_varlen() is not None, _torch_varlen_problem),
+    _Kernel(torch_varlen, lambda: True, _torch_varlen_problem),
     _Kernel(flash_varlen, lambda: _flash_varlen() is not None, _varlen_problem),
     _Kernel(flex, lambda: True, lambda call: None),
 )

@@ -398,8 +398,8 @@ def _above(block: torch.Tensor, least: torch.Tensor, first: int) -> tuple[torch.
 
 def in_order(logps: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the k largest log-probs of each row and their token ids, in this order: a more probable token comes first; of
-    tokens with the same log-prob, the one with the lower id. If the last of the k tokens is as probable as others, it is not defined
-    which of them is among the k."""
+    tokens with the same log-prob, the one with the lower id. If the last of the k tokens is as probable as others, it is not
+    defined which of them is among the k."""
     by_id = ids.argsort(dim=1)
     logps, ids = logps.gather(1, by_id), ids.gather(1, by_id)
     order = logps.argsort(dim=1, descending=True, stable=True)[:, :k]

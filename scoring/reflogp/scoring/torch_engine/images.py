@@ -146,13 +146,11 @@ class ImageFeatures:
     Args:
         model: the model. While inputs are built, it must use the attention implementation that it was loaded with, not
             that of packs.
-        limit: maximum size of the kept features, in bytes.
     """
 
-    def __init__(self, model: Any, device: torch.device, limit: int = KEPT_BYTES) -> None:
+    def __init__(self, model: Any, device: torch.device) -> None:
         self._model = model
         self._device = device
-        self._limit = limit
         self._kept: OrderedDict[_Part, _Features] = OrderedDict()
         self._kept_bytes = 0
 
@@ -236,10 +234,10 @@ class ImageFeatures:
             self._kept.move_to_end(key)
             return self._kept[key]
         found = self._computed(part)
-        if found.size <= self._limit:
+        if found.size <= KEPT_BYTES:
             self._kept[key] = found
             self._kept_bytes += found.size
-            while self._kept_bytes > self._limit:
+            while self._kept_bytes > KEPT_BYTES:
                 self._kept_bytes -= self._kept.popitem(last=False)[1].size
         return found
 
