@@ -98,20 +98,7 @@ def join_dataset(
 ) -> JoinSummary:
     """Write the rows that have values to a Parquet file, with columns of reference log-probs added.
 
-    The columns are ref_chosen_logps and ref_rejected_logps (for KTO, ref_logps). They contain sums of log-probs, float32, in
-    nats.
-
     If no row has values, no output is written, and an existing file with the output's name is kept.
-
-    Additional columns:
-        chosen_key and rejected_key (for KTO, completion_key): key of each sequence.
-        ref_chosen_tokens and ref_rejected_tokens (for KTO, ref_tokens): number of log-probs in each sum, int64.
-        ref_row: row number in the dataset, starting at 0, int64.
-        With `versus`, versus_chosen_logps and versus_rejected_logps (for KTO, versus_logps): the second model's sums; and the
-            columns of `log_ratios`. All are float32, in nats.
-        With `top`, ref_chosen_top_ids and ref_chosen_top_logps, and the same of rejected (for KTO and whole sequences,
-            ref_top_ids and ref_top_logps): lists of the k most probable tokens at each position of the completion. Rows with
-            one sequence also have ref_input_ids, all its token ids (before truncation), int32.
 
     Two entries are added to the Parquet metadata, both JSON. `reflogp` contains the store, reference, snapshot and settings.
     `reflogp.coverage` contains the coverage and the numbers of rows that were read and written.
@@ -173,14 +160,7 @@ class TopTokens:
 
 @dataclass(frozen=True)
 class JoinedWindow:
-    """The rows that have values in one window (a group of consecutive rows) of a dataset, in the dataset's order.
-
-    Attributes:
-        rows: the rows as they were read from the dataset.
-        columns: the columns that the join adds: keys, sums of log-probs (float32, nats), the number of log-probs in each sum,
-            and row numbers (ref_row). With a second model, also its sums and the log-ratios; with TopTokens, also the most
-            probable tokens.
-    """
+    """The rows that have values in one window (a group of consecutive rows) of a dataset, in the dataset's order."""
 
     rows: list[dict[str, Any]]
     columns: pa.Table
@@ -287,7 +267,6 @@ def _bad(summary: JoinSummary, watcher: ProgressCallbacks | None, row: int, prob
 
 
 def with_columns(dataset: Any, source: RowSource, windows: Callable[[RowSource, bool], Iterator[JoinedWindow]]) -> Any:
-    """Return only the rows that have values, with the joined columns added."""
     import datasets
 
     kind = kind_of(dataset)

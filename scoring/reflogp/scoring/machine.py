@@ -34,7 +34,6 @@ class Place:
     """The device or GPUs that one engine runs on.
 
     Attributes:
-        name: name of the device or GPUs, for messages.
         device: value of `device` in the engine's EngineChoice.
         visible: value of CUDA_VISIBLE_DEVICES for the engine's process, if the process must see only some of the GPUs; None to
             leave the variable unchanged.
@@ -155,7 +154,6 @@ def free_memory(root: Path = Path("/")) -> int:
 
 
 def _limits(root: Path) -> Iterator[tuple[Path, int]]:
-    """Yield (cgroup's folder, limit in bytes) for each memory limit on this process's cgroup and its parent cgroups."""
     groups = _own_groups(root)
     for kind, mounted_group, mount_point in _memory_mounts(root):
         folder = root / mount_point.lstrip("/")

@@ -35,9 +35,6 @@ class Versus:
     def explain(self, missing: int, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str | None]:
         """Say that the second model has no values for `missing` rows, and why if the tokenizers tell.
 
-        Args:
-            tokenizer: the first model's tokenizer.
-
         Returns:
             (sentence without a full stop, command that helps). The command is None if the models cannot be compared.
         """

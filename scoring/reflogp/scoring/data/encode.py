@@ -50,8 +50,6 @@ def tokenize_rows(
     """Tokenize rows.
 
     Args:
-        tokenizer: the tokenizer, or ImageTokens for pairs with images.
-        images: the images of each row, or the error that occurred while opening them. None for a text-only dataset.
         begin: function that is called with a row's index before the row is rendered, and with None before a batch of texts is
             encoded. It can stop the work by raising an error.
         alone: encode the texts of each row by themselves, after `begin` was called with the row's index.
@@ -134,7 +132,6 @@ def _rendered_examples(examples: list[Example], tokenizer: PreTrainedTokenizerBa
 
 
 def encode(rendered: list[list[Any] | RowError], tokenizer: PreTrainedTokenizerBase) -> list[Tokens | RowError]:
-    """Convert rendered examples (see `render`) to token ids. Errors are returned unchanged."""
     flat = [text for parts in rendered if not isinstance(parts, RowError) for text in parts]
     encoded = iter(_encode(flat, tokenizer))
     outcome: list[Tokens | RowError] = []
@@ -200,7 +197,6 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 
 
 def _place(error: Exception) -> str:
-    """Return where in the chat template an error was raised, such as " (line 12 of the template)", if that is known."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
     return f" (line {lines[-1]} of the template)" if lines else ""
 
@@ -286,7 +282,6 @@ def _texts_with_images(example: Example, images: int, processor: Any) -> list[st
 
 
 def with_image_parts(messages: list[dict[str, Any]], images: int) -> list[dict[str, Any]]:
-    """Return the messages with each message's content converted to a list of parts."""
     found: list[dict[str, Any]] = []
     placed = False
     for message in messages:

@@ -44,9 +44,6 @@ class RowImage:
     """An image of a row, identified by its pixels.
 
     Decoded pixels are kept in memory only if the dataset contains the image in decoded form.
-
-    Attributes:
-        digest: `pixel_digest` of the image.
     """
 
     digest: bytes

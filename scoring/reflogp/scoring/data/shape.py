@@ -175,8 +175,6 @@ def is_conversational(*values: Any) -> bool:
 def token_row(columns: dict[str, Any], outputs: tuple[str, ...]) -> tuple[list[int], tuple[list[int], ...]]:
     """Return (prompt_ids, completions) for a row that already contains token ids.
 
-    `outputs` contains the names of the columns with the completions' token ids (see `output_columns`).
-
     Raises RowError if a column is not a list of integers in [0, 2**32), or if the row contains images, video or audio.
     """
     require_text(columns)
@@ -242,7 +240,6 @@ def _template_kwargs(columns: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def reserved_kwargs() -> frozenset[str]:
-    """Return the names that a row's chat_template_kwargs must not set."""
     parameters: set[str] = {"messages"}  # the template's name for the conversation
     for function in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template):
         for name, parameter in inspect.signature(function).parameters.items():
@@ -252,10 +249,7 @@ def reserved_kwargs() -> frozenset[str]:
 
 
 def dataset_notes(rows: list[dict[str, Any]], tokenizer: Any) -> tuple[str, ...]:
-    """Return what a user should know about a dataset that can be scored but is probably not meant so.
-
-    `rows` are its first rows, and `tokenizer` is None if a processor makes the tokens.
-    """
+    """Return what a user should know about a dataset that can be scored but is probably not meant so."""
     columns = [name for name in ("prompt", "chosen", "rejected", "completion") if any(name in row for row in rows)]
     is_whole = not set(columns) - {"prompt"}
     columns = columns if not is_whole else [name for name in _WHOLE if any(name in row for row in rows)]

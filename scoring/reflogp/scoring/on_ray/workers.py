@@ -67,7 +67,6 @@ class ClusterWorkers:
         self._store, _ = split_table_uri(table.uri)
 
     def begin(self, have: int, is_any_placed: bool) -> list[Worker]:
-        """Start the missing workers; see Workers.begin."""
         self._require_places(is_any_placed)
         actor_class: Any = ray.remote(NodeWorker)  # Ray's type hints lack `options` and NodeWorker's methods
         lives = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": IN_FLIGHT + 2}
@@ -115,10 +114,7 @@ class _RayWorker:
 
 
 def _future(reference: Any) -> Future[Any]:
-    """Return a future of the result of an actor's method, given Ray's reference to this result.
-
-    The future raises the method's error, or WorkerGoneError if the actor died.
-    """
+    """Return a future of the result of an actor's method, given Ray's reference to this result."""
     answer: Future[Any] = Future()
 
     def take(arrived: Future[Any]) -> None:
@@ -165,10 +161,7 @@ def connect(address: str | None) -> bool:
 
 @contextmanager
 def connected(address: str | None) -> Iterator[None]:
-    """Connect to a cluster for the duration of the block; see `connect`.
-
-    If this function opens the connection, it closes the connection at the end of the block, and Ray then stops the actors.
-    """
+    """Connect to a cluster for the duration of the block; see `connect`."""
     ours = connect(address)
     try:
         yield

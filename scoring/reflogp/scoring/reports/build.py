@@ -56,14 +56,6 @@ def write_report(
     Args:
         settings: the trainer's max_length and truncation_mode. If max_length is None, the log-probs of all tokens are used, but
             the finding about truncation assumes TRL's default max_length.
-        score: command that the page shows for scoring the missing rows.
-        model: model name or path as the user gave it.
-        versus: a second model, with which the page compares the first.
-
-    Raises:
-        UsageError: the settings are invalid, the dataset cannot be used, or `output` is a file, has an index.html that is not a
-            report, or cannot be written.
-        FileChangedError: a file of the dataset was changed while the report was being written.
     """
     started = time.monotonic()
     check_truncation(settings.max_length, settings.truncation_mode)

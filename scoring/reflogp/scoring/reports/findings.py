@@ -175,13 +175,6 @@ def label_findings(preference: LabelPreference) -> Iterator[Finding]:
 
 
 def truncation_findings(at: Cut, asked: bool, enough: int, noun: str) -> list[Finding]:
-    """Return a finding about what the trainer's max_length cuts.
-
-    Args:
-        at: the effect of the user's max_length, or of TRL's default.
-        asked: True if the user specified a max_length.
-        enough: the smallest max_length that leaves 99% of the examples uncut.
-    """
     which = f"max_length {at.max_length:,}," + ("" if asked or at.max_length != TRL_MAX_LENGTH else " TRL's default,")
     if not at.touched and not at.dropped:
         return [Finding("good", f"At {which} nothing is cut.")]

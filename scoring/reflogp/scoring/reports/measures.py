@@ -87,7 +87,6 @@ def histograms(series: dict[str, Floats], zero: bool = False) -> Histograms:
 
 
 def _bounds(values: Floats) -> tuple[float, float]:
-    """Return the lowest and the highest value, but at most _FARTHEST standard deviations from the median."""
     middle = float(np.median(values))
     reach = _FARTHEST * _MAD_TO_DEVIATION * float(np.median(np.abs(values - middle))) or math.inf
     return max(float(values.min()), middle - reach), min(float(values.max()), middle + reach)

@@ -47,8 +47,6 @@ _PRINTED_ROWS = 10
 
 
 class ProgressBar(ProgressCallbacks):
-    """Callbacks that show finished sequences in a progress bar, and keep the problems of the first bad rows for printing."""
-
     def __init__(self, bar: tqdm) -> None:
         self._bar = bar
         self._tokens = 0
@@ -78,11 +76,7 @@ class ProgressBar(ProgressCallbacks):
 
 @contextmanager
 def progress_bar(label: str, show: bool | None) -> Iterator[ProgressBar]:
-    """Show a progress bar while the `with` block runs. When the block ends, print the first bad rows unless `show` is False.
-
-    Args:
-        show: True shows the bar, False hides it; None shows it in terminals and notebooks only.
-    """
+    """Show a progress bar while the `with` block runs. When the block ends, print the first bad rows unless `show` is False."""
     from tqdm.auto import tqdm  # the command line has its own bar, and can be installed without tqdm
 
     with tqdm(desc=label, unit=" sequences", disable=None if show is None else not show) as bar:

@@ -25,8 +25,6 @@ _ERRORS = {kind.__name__: kind for kind in (UsageError, EngineError, StoreUnavai
 
 
 class Callee(Protocol):
-    """The methods that can be called; see ScoringWorker."""
-
     @property
     def prepare(self) -> Callable[..., dict[str, Any]]: ...
     def score(self, content: bytes, again: bool) -> dict[str, Any]: ...

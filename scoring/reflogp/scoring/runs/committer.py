@@ -34,16 +34,7 @@ class Committer:
         values: list[Values],
         provenance: dict[str, Any],
     ) -> int:
-        """Append values to the table and return the number of the snapshot that contains them.
-
-        Args:
-            keys: keys of the sequences, a binary array. With keep_start, keys are computed from the whole completions.
-            sequences: the sequences as they were scored; their completions may be truncated.
-            completion_lens: number of tokens in each completion, int32 (n,). With keep_start, this includes tokens that are cut
-                off.
-
-        Raises the same errors as LogprobTable.append.
-        """
+        """Append values to the table and return the number of the snapshot that contains them."""
         with span("commit", sequences=len(sequences), tokens=sum(map(len, sequences))) as commit:
             rows = shard_table(
                 keys,
@@ -60,7 +51,6 @@ class Committer:
 
 
 def _top(values: list[TopLogps]) -> tuple[pa.Array, pa.Array]:
-    """Return the columns of the most probable tokens; see `shard_table`."""
     offsets = np.zeros(len(values) + 1, np.int32)
     np.cumsum([of.ids.size for of in values], out=offsets[1:])
     ids, logps = (np.concatenate([getattr(of, name).ravel() for of in values]) for name in ("ids", "logps"))

@@ -63,13 +63,7 @@ Event = Scored | Failed | Committed
 
 @dataclass
 class Work:
-    """How long scoring took, how many tokens it computed, and how the values were computed.
-
-    Attributes:
-        seconds: number of seconds during which at least one engine was computing.
-        provenance: how the values were computed; None if nothing was computed.
-        workers: largest number of engines that were computing at the same time.
-    """
+    """How long scoring took, how many tokens it computed, and how the values were computed."""
 
     seconds: float = 0.0
     token_counts: TokenCounts = field(default_factory=TokenCounts)

@@ -49,9 +49,6 @@ class ScoringPipeline:
         engine: engine that computes the values. Its method `flow` runs in a thread of the pipeline.
         tell: function that is called with each event, in a thread of the pipeline.
         commit_seconds: maximum number of seconds between two commits; the first one comes after at most 10 seconds.
-
-    Attributes:
-        seconds: number of seconds during which the engine was computing.
     """
 
     def __init__(
@@ -89,7 +86,6 @@ class ScoringPipeline:
         """Queue a group of misses. Return False if there is no room for the group now.
 
         Args:
-            misses: misses that the engine can score (see Engine.problems).
             at_once: whether to commit as soon as the whole group has been scored.
         """
         return self._groups.put(_Group(misses, at_once, len(misses)))
@@ -185,7 +181,6 @@ class ScoringPipeline:
                 return
 
     def _patience(self) -> float | None:
-        """Return the seconds until the next commit is due, or None if no values are waiting for a commit."""
         if not self._done:
             return None
         return max(0.0, self._since + self._next_commit_seconds - time.monotonic())
@@ -235,12 +230,6 @@ class ScoringPipeline:
 
 @dataclass
 class _Group:
-    """Misses that are passed to the engine together.
-
-    Attributes:
-        left: number of misses that have no outcome yet.
-    """
-
     misses: list[Miss]
     at_once: bool
     left: int
@@ -298,17 +287,12 @@ class _Groups(Iterator[list[Sequence]]):
             return [miss.sequence for miss in group.misses]
 
     def computed(self, number: int) -> tuple[Miss, _Group]:
-        """Return the miss that has this number, together with its group. Each miss can be requested only once.
-
-        Misses are numbered from 0 across all groups, in the order in which the iteration yielded them.
-        """
+        """Return the miss that has this number, together with its group. Each miss can be requested only once."""
         with self._changed:
             return self._begun.pop(number)
 
 
 class OwnEngine:
-    """An engine that is loaded when it gets its first misses. It computes in one thread and commits in another."""
-
     def __init__(self, make_engine: Callable[[], Engine], commit_sequences: int, closes_engine: bool) -> None:
         self._make_engine = make_engine
         self._commit_sequences = commit_sequences
@@ -324,7 +308,6 @@ class OwnEngine:
         self._table, self._tell = table, tell
 
     def is_starved(self) -> bool:
-        """Return True if no misses are waiting for the engine. `give` may then be called."""
         return self._pipeline is None or self._pipeline.is_starved()
 
     def give(self, misses: list[Miss]) -> None:

@@ -33,8 +33,6 @@ _LAST_SECONDS = 20.0
 
 
 class LocalWorkers:
-    """Starts workers in processes on this machine, one per Place; see Workers."""
-
     def __init__(self, folder: str, reference: Reference, choice: EngineChoice, places: list[Place]) -> None:
         self.count = len(places)
         self._folder = folder
@@ -59,8 +57,6 @@ class LocalWorkers:
 
 
 class _LocalWorker(CalledWorker):
-    """A ScoringWorker in its own process. The method `end` frees the worker's Place."""
-
     def __init__(self, place: Place, made_of: tuple[Any, ...], free: list[Place]) -> None:
         self._place = place
         self._free = free
@@ -92,10 +88,6 @@ class _LocalWorker(CalledWorker):
 
 
 def _serve(connection: socket.socket, made_of: tuple[Any, ...], visible: str | None) -> None:
-    """Answer the calls that arrive in a worker's process.
-
-    The worker's process exits when the run's process exits.
-    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the run decides when workers end
     os.dup2(2, 1)  # text that the worker prints goes to standard error, because it must not end up in the run's output
     if visible is not None:

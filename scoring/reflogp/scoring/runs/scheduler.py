@@ -76,8 +76,6 @@ class Worker(Protocol):
 
 
 class Workers(Protocol):
-    """A source of workers."""
-
     @property
     def count(self) -> int:
         """Number of workers that the run has, or will have when all are started."""
@@ -102,7 +100,6 @@ class _Member:
     """A worker and its open requests.
 
     Attributes:
-        name: description of where the worker runs; empty until this is known.
         flying: the units whose results have not arrived, oldest first: a dict from the future of each result to a tuple of the
             unit and the time when it was sent.
     """
@@ -159,10 +156,7 @@ class Scheduler:
         self._work = Work()
 
     def open(self, table: ValuesTable, report: Callable[[Event], None]) -> None:
-        """Set the table for the values, and the function that is called in the run's thread with what becomes of each miss.
-
-        This method is called once, before any other method.
-        """
+        """Set the table for the values, and the function that is called in the run's thread with what becomes of each miss."""
         self._report = report
         if self._source is not None:
             self._source.open(table)
@@ -170,7 +164,6 @@ class Scheduler:
             self._own.open(table, self._news.put)
 
     def put(self, misses: list[Miss], to_come: int) -> None:
-        """Queue misses, and return when there is room for more."""
         self._to_come = to_come
         self._queue.put(misses)
         self._turn(0.0)
@@ -178,10 +171,7 @@ class Scheduler:
             self._turn(self._patience())
 
     def look(self) -> None:
-        """Report what is known now, without waiting, and send units to workers that have room. Raises the same errors as `put`.
-
-        This method is called several times a second while the run waits for rows.
-        """
+        """Report what is known now, without waiting, and send units to workers that have room."""
         self._turn(0.0, fills_own=False)
 
     def finish(self) -> None:
@@ -396,7 +386,6 @@ class Scheduler:
         self._at_workers += count
 
     def _note_returned(self, count: int) -> None:
-        """Record that workers are done with misses. If they have no others, add the busy period to the scoring seconds."""
         self._at_workers -= count
         if not self._at_workers:
             self._work.seconds += time.monotonic() - self._busy_since

@@ -147,10 +147,6 @@ def score_dataset(
 
     Raises:
         OtherEngineError: an engine other than `strict_engine` computed a row's stored values.
-        UsageError or a subclass: the dataset or a setting cannot be used.
-        TokenizerError: the tokenizer cannot be loaded, or lacks a chat template or an EOS token that the rows need.
-        EngineError: the engine cannot load the model or score with it.
-        StoreError: the store cannot be read or written, or a shard of the reference's table is damaged.
     """
     settings = settings or TrainerSettings()
     check_truncation(settings.max_length, settings.truncation_mode)
@@ -223,8 +219,6 @@ def _looked_up(dataset: TokenizedWindows, before: ValuesSnapshot, settings: Trai
 
 
 class _Run:
-    """The counts of one scoring run, and the misses that have no values yet."""
-
     def __init__(
         self,
         table: ValuesTable,
@@ -290,13 +284,11 @@ class _Run:
         self._scheduler.put(misses, max(0, self._rows - self._summary.rows) * self._sides)
 
     def _begin(self, rows: int) -> None:
-        """Report the number of sequences, once it and the number of completions of a row are known."""
         if not self._rows and self._sides:
             self._rows = rows
             self._watcher.begin(rows * self._sides)
 
     def finish(self) -> None:
-        """Score the remaining misses, and return when each miss has values or has failed."""
         self._begin(self._summary.rows)
         self._rows = self._summary.rows  # the dataset has no further rows
         self._scheduler.finish()
@@ -428,11 +420,7 @@ class Prefetch(Generic[T]):
         self._thread.start()
 
     def items(self, meanwhile: Callable[[], None]) -> Iterator[T]:
-        """Yield the items. If the iterable raises an error, raise the error after all earlier items have been yielded.
-
-        Args:
-            meanwhile: function that is called several times a second while the next item is not ready.
-        """
+        """Yield the items. If the iterable raises an error, raise the error after all earlier items have been yielded."""
         while True:
             try:
                 made = self._made.get(timeout=_LOOK_SECONDS)
@@ -446,7 +434,6 @@ class Prefetch(Generic[T]):
             yield made[0]
 
     def close(self) -> None:
-        """Stop producing items, and wait a few seconds for the thread to exit."""
         self._closing.set()
         self._thread.join(_LAST_SECONDS)
 

@@ -64,7 +64,6 @@ class UnitQueue:
         return self._grouped + sum(len(unit.misses) for unit in self._again)
 
     def put(self, misses: list[Miss]) -> None:
-        """Queue misses, and keep misses with the same prompt together."""
         for miss in misses:
             self._groups.setdefault(_prompt(miss), deque()).append(miss)
             self.held += _held(miss)
@@ -94,7 +93,6 @@ class UnitQueue:
         return Unit(chosen) if chosen else None
 
     def take_all(self) -> list[Miss]:
-        """Remove and return all misses."""
         misses = [miss for group in self._groups.values() for miss in group]
         self._groups.clear()
         self._grouped = self.held = 0

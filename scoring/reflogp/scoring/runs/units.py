@@ -43,8 +43,6 @@ from reflogp.store.top import ValuesTable
 
 @dataclass(frozen=True)
 class _SentPicture:
-    """An image of a decoded unit; see Picture."""
-
     digest: bytes
     file: bytes
 
@@ -109,8 +107,6 @@ def decode(content: bytes, find_vision: Callable[[str | None, bytes], VisionProc
 
 
 class VisionCache:
-    """A cache of the image processors for a worker's model."""
-
     def __init__(self, model: str, trust_remote_code: bool) -> None:
         self._model = model
         self._trust_remote_code = trust_remote_code
@@ -118,7 +114,6 @@ class VisionCache:
         self._lock = threading.Lock()
 
     def find(self, folder: str | None, settings: bytes) -> VisionProcessor:
-        """Return the processor with these settings."""
         with self._lock:
             for place in [folder, self._model]:
                 if settings in self._loaded:
@@ -149,7 +144,6 @@ class UnitScorer:
 
     Args:
         engine: engine that scores the units. Its `flow` method is used only in a thread that this object starts.
-        commit_seconds: maximum number of seconds between computing values and committing them.
     """
 
     def __init__(self, engine: Engine, table: ValuesTable, vision: VisionCache, commit_seconds: float = COMMIT_SECONDS) -> None:
@@ -264,7 +258,6 @@ class ScoringWorker:
         Raises:
             UsageError: the model is not found on this machine, or its weights differ from those of the reference.
             EngineError: the run's store is not there.
-            ReflogpError: the store or the engine cannot be used on this machine.
         """
         os.environ.update(growing_segments(os.environ))  # torch reads these variables when it first uses the GPU
         if not self.choice.gpus():
@@ -290,12 +283,10 @@ class ScoringWorker:
         return units.provenance
 
     def score(self, content: bytes, again: bool) -> dict[str, Any]:
-        """Score and commit a unit; see UnitScorer.score. Several calls may run at the same time."""
         assert self._units is not None, "`prepare` is called before `score`"
         return self._units.score(content, again)
 
     def progress(self) -> int:
-        """Return how many sequences were scored so far. This method may run at the same time as all others."""
         return 0 if self._units is None else self._units.scored
 
     def stop(self) -> None:

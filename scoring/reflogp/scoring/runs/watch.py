@@ -40,8 +40,6 @@ class Clock:
 
 
 class Pulse:
-    """Whether one worker responds and gets on."""
-
     def __init__(self, clock: Clock, ask: Callable[[], Future[int] | None]) -> None:
         self._clock = clock
         self._ask = ask
@@ -56,11 +54,7 @@ class Pulse:
         self._moved_at = self._clock.now
 
     def problem(self, longest: int) -> str | None:
-        """Return why the worker hangs, or None. This method never blocks.
-
-        Args:
-            longest: number of tokens of the longest sequence that the worker has to score; 0 if it has none.
-        """
+        """Return why the worker hangs, or None. This method never blocks."""
         clock = self._clock
         if self._asked is None:
             if clock.now - self._asked_at >= PING_SECONDS:

@@ -61,10 +61,7 @@ class InFlight:
         return [(member, _outcome(values[where])) for member, where in self.unit.members]
 
     def tokens_per_second(self) -> float:
-        """Return how many tokens per second the device processed in this pass.
-
-        Call this method only when the pass has finished and its values are on the host.
-        """
+        """Return how many tokens per second the device processed in this pass."""
         return self.unit.tokens / max(self.landed.seconds_since(self.began), 1e-6)
 
 

@@ -36,10 +36,6 @@ def forward_pack(
     """Return the log-probs of the tokens in `pack.predicted`, as `Head.logps` returns them, on the device.
 
     The model must use packed attention (see attention.py).
-
-    Args:
-        refused: names of attention kernels that must not be used.
-        inputs: the decoder's inputs for a pack with images; None for a text-only pack.
     """
     layout = PackLayout(pack, device, refused, both_ways=inputs is not None and inputs.both_ways)
     return forward_layout(model, head, layout, temperature, inputs)

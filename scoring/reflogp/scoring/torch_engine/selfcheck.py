@@ -95,12 +95,9 @@ class ImageCheck:
     """The result of the check that scores the first sequences with images to find out whether packing changes their values.
 
     Attributes:
-        path: how sequences with images are scored: "packed", "padded" or "single" (one sequence at a time).
         difference: root mean square difference between the log-probs of that path and those of the model's own forward passes,
             in nats per token; 0 for the path "single".
-        reason: why sequences with images are not packed; empty if they are packed.
         both_ways: True if the tokens of an image attend to each other in both directions.
-        refused_kernels: names of attention kernels that no pack with images may use.
     """
 
     path: Path
@@ -377,8 +374,6 @@ def check_top(head: Head, loaded: LoadedModel) -> str | None:
 
 
 def _log_sum_exps(device: torch.device, compile_layers: bool) -> list[tuple[str, Callable[[], LogSumExp]]]:
-    """Return name and loader of each log-sum-exp to try, fastest first."""
-
     def by_triton() -> LogSumExp:
         from reflogp.scoring.torch_engine import triton_log_sum_exp  # Triton is there only with CUDA
 
@@ -514,10 +509,7 @@ def _packed(
     refused: list[str],
     layouts: list[PackLayout],
 ) -> list[Any]:
-    """Score each list of sequences as one pack; return the log-probs of each list.
-
-    The packs' layouts are added to `layouts`. They contain a record of the attention calls and of the kernels that they used.
-    """
+    """Score each list of sequences as one pack; return the log-probs of each list."""
     recurrent = _recurrent_part(model)
     if recurrent:
         raise ValueError(f"{recurrent} carries state from token to token and, in a pack, from one sequence to the next")

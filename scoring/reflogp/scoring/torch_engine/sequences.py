@@ -57,7 +57,6 @@ def token_logps_of(values: Values) -> Logps:
 
 
 def numbers_of(values: Values) -> int:
-    """Return how many ids and log-probs these values are, of 4 bytes each."""
     return len(values) if not isinstance(values, TopLogps) else len(values.token_logps) + 2 * values.ids.size
 
 

@@ -112,7 +112,6 @@ def requests_of(body: bytes) -> list[tuple[int, Request]]:
 
 
 def answers_table(answers: Iterable[Answer]) -> pa.Table:
-    """Return responses as a table with the schema ANSWERS."""
     columns = list(zip(*answers, strict=True)) or [() for _ in ANSWERS]
     arrays = [pa.array(list(column), field.type) for column, field in zip(columns, ANSWERS, strict=True)]
     return pa.table(arrays, schema=ANSWERS)

@@ -125,8 +125,6 @@ class VllmEngine:
     Attributes:
         pass_seconds: maximum device time of a pass in seconds (see PassEngine). This engine ignores the limit, because vLLM
             interleaves the requests of several passes.
-        retries: number of sequences that were sent again without the cache.
-        restarts: number of times that vLLM exited and was restarted.
         claim: dict of entries that `provenance` adds. If vLLM runs as a server, whose weights reflogp cannot read, the entries
             say whether `server.check_claim` has compared the server's log-probs with locally computed log-probs. The dict is
             empty if vLLM runs as a local process.
@@ -161,12 +159,7 @@ class VllmEngine:
         skip: Collection[int] = (),
         temperature: float = 1.0,
     ) -> Iterator[list[tuple[int, Outcome]]]:
-        """Sequences are sorted before they are sent, so that sequences with common prefixes are adjacent.
-
-        Raises:
-            EngineError: the temperature is not 1 (vLLM computes log-probs of the tokens in a request only at temperature 1), a
-                request failed, vLLM cannot be restarted, or vLLM has exited too many times in a row.
-        """
+        """Sequences are sorted before they are sent, so that sequences with common prefixes are adjacent."""
         return passes_over(sequences, skip, _WINDOW, lambda groups: self.flow(groups, temperature))
 
     def flow(
@@ -290,8 +283,6 @@ class VllmEngine:
 
 @dataclass(frozen=True)
 class _Pass:
-    """The indices of sequences that are sent together, and the cache salt of their requests."""
-
     indices: list[int]
     salt: str
 
@@ -317,7 +308,6 @@ class _Flight:
         self._answers = self._ask(self._asked, readers)
 
     def land(self) -> list[tuple[int, Outcome]]:
-        """Wait for all responses, send sequences with invalid responses again without the cache, and return all outcomes."""
         outcomes: list[tuple[int, Outcome]] = []
         doubtful: list[int] = []
         for at, values, cached, problem in self._answers:

@@ -68,7 +68,6 @@ class ImagePrompts:
         self._kept_bytes = 0
 
     def prompt(self, request: Request, salt: str) -> Any:
-        """Return vLLM's prompt for a sequence with images."""
         from vllm.inputs import mm_input
         from vllm.multimodal.inputs import MultiModalKwargsItems
 

@@ -115,8 +115,6 @@ def vllm_options(
     """Return the `vllm.LLM` arguments, and the adapter if any, that vLLM needs to compute a reference's values.
 
     Raises:
-        UsageError: `chosen` is refused by `check_options`.
-        UsageError, CheckpointError: the checkpoint cannot be read (see `read_checkpoint`).
         EngineError: vLLM does not support the adapter, or would compute values that differ from the reference's.
     """
     check_options(chosen)

