@@ -31,6 +31,7 @@ from sides import make_tokenizer, quiet, read_pairs
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import TokenizedDataset, load_tokenizer
 from reflogp.scoring.engines import EngineChoice
+from reflogp.scoring.runs.pipeline import EngineScheduler
 from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.runs.units import VisionCache
@@ -131,7 +132,9 @@ def _save_model(folder: Path) -> None:
 
 def score(world: World, online: bool) -> dict[str, Any]:
     """Score as `reflogp score` does."""
-    return asdict(score_dataset(world.dataset(), world.store(), world.reference, Scheduler(lambda: clocked(str(world.model)))))
+    return asdict(
+        score_dataset(world.dataset(), world.store(), world.reference, EngineScheduler(lambda: clocked(str(world.model))))
+    )
 
 
 def job(world: World, online: bool) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import pytest
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import TokenizedDataset, load_tokenizer
 from reflogp.scoring.engines import EngineChoice
+from reflogp.scoring.runs.pipeline import EngineScheduler
 from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.vision import load_processor
@@ -36,7 +37,7 @@ class Runs:
             load_vision=lambda: load_processor(folder, folder),
         )
         if alone:
-            self.scorer = Scheduler(lambda: choice.make(folder, reference))
+            self.scorer = EngineScheduler(lambda: choice.make(folder, reference))
         else:
             self.scorer = Scheduler(workers=self._workers(folder, reference, choice))
         try:

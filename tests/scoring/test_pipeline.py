@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from reflogp.scoring.data.read import RowSource, batched
 from reflogp.scoring.data.tokenize import TokenizedDataset
 from reflogp.scoring.errors import DatasetError, EngineError, OutOfMemoryError
-from reflogp.scoring.runs.scheduler import Scheduler
+from reflogp.scoring.runs.pipeline import EngineScheduler
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.torch_engine import TorchEngine
 from reflogp.service.worker.engine_loop import EngineLoop, Engines, ModelUnloadedError, OnlineRequest
@@ -34,7 +34,7 @@ def run(reference_folder, tmp_path):
 
     def run(file, engine=None, watcher=None, dataset=TokenizedDataset, **options):
         made = engine or TorchEngine(str(reference_folder), "float32", token_budget=200)
-        scheduler = Scheduler(lambda: made, **options)
+        scheduler = EngineScheduler(lambda: made, **options)
         return score_dataset(dataset(RowSource(str(file)), lambda: None), run.store, run.reference, scheduler, watcher=watcher)
 
     run.store, run.reference = Store(tmp_path / "store"), describe_reference(str(reference_folder), "float32")
@@ -126,7 +126,7 @@ def test_a_stop_does_not_wait_for_a_pass_that_hangs(run, reference_folder, tmp_p
 def test_a_dataset_is_not_read_further_than_the_queues_hold(run, reference_folder, tmp_path, monkeypatch):
     """An engine that stands still stops the reading; when it goes on, so does the reading."""
     monkeypatch.setattr("reflogp.scoring.data.tokenize.batched", lambda source, size, own=batched: own(source, 8))
-    monkeypatch.setattr("reflogp.scoring.runs.scheduler.COMMIT_SEQUENCES", 16)
+    monkeypatch.setattr("reflogp.scoring.runs.pipeline.COMMIT_SEQUENCES", 16)
     file = write_rows(tmp_path / "rows.jsonl", token_rows(400, seed=3))
     read, gate = [], threading.Event()
 

@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM
 
 from reflogp.scoring.data.read import RowSource, batched
 from reflogp.scoring.data.tokenize import TokenizedDataset, load_tokenizer
-from reflogp.scoring.runs.scheduler import Scheduler
+from reflogp.scoring.runs.pipeline import EngineScheduler
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.torch_engine import TorchEngine
 from reflogp.store import Store, describe_reference, sequence_keys
@@ -22,7 +22,7 @@ def score(reference_folder, tmp_path):
         reference = describe_reference(str(reference_folder), "float32")
         engine = make_engine or (lambda: TorchEngine(str(reference_folder), "float32"))
         dataset = TokenizedDataset(RowSource(str(file)), lambda: load_tokenizer(str(reference_folder)), form)
-        scheduler = Scheduler(engine, commit_sequences=commit_sequences)
+        scheduler = EngineScheduler(engine, commit_sequences=commit_sequences)
         return score_dataset(dataset, Store(tmp_path / "store"), reference, scheduler, **options)
 
     return run

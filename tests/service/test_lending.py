@@ -19,6 +19,7 @@ from reflogp.scoring.data.tokenize import TokenizedDataset, load_tokenizer
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.runs.misses import Miss
+from reflogp.scoring.runs.pipeline import EngineScheduler
 from reflogp.scoring.runs.scheduler import Scheduler, settled
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.torch_engine import Sequence
@@ -47,7 +48,7 @@ def values_are_those_of_one_engine(file, folder, tmp_path):
     reference = describe_reference(str(folder), "float32")
     choice = EngineChoice("torch", "cpu", 256, trust_remote_code=True)
     dataset = TokenizedDataset(RowSource(str(file)), lambda: load_tokenizer(str(folder)))
-    score_dataset(dataset, Store(tmp_path / "here"), reference, Scheduler(lambda: choice.make(str(folder), reference)))
+    score_dataset(dataset, Store(tmp_path / "here"), reference, EngineScheduler(lambda: choice.make(str(folder), reference)))
     same_rows(rows_of(tmp_path / "here", reference.reference_id), rows_of(tmp_path / "store", reference.reference_id))
 
 

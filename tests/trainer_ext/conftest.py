@@ -16,7 +16,7 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import TokenizedDataset, load_tokenizer
-from reflogp.scoring.runs.scheduler import Scheduler
+from reflogp.scoring.runs.pipeline import EngineScheduler
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.torch_engine import TorchEngine
 from reflogp.store import Store, describe_reference
@@ -31,7 +31,7 @@ def score_pairs(model: Path, data: Path, store: Path, dtype: str = "float32", **
         TokenizedDataset(RowSource(str(data)), lambda: load_tokenizer(str(model))),
         Store(store),
         describe_reference(str(model), dtype),
-        Scheduler(lambda: TorchEngine(str(model), dtype)),
+        EngineScheduler(lambda: TorchEngine(str(model), dtype)),
         **options,
     )
 

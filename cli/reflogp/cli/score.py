@@ -166,6 +166,7 @@ def score(
         import torch
 
         from reflogp.scoring.data.read import RowSource
+        from reflogp.scoring.runs.pipeline import EngineScheduler
         from reflogp.scoring.runs.processes import LocalWorkers
         from reflogp.scoring.runs.scheduler import Scheduler
         from reflogp.scoring.runs.score import score_dataset
@@ -228,8 +229,12 @@ def score(
             workers = ClusterWorkers(arguments.model, arguments.revision, reference, choice, ray_workers)
         elif len(found) > 1 or any(place.visible for place in found):  # a single device that sees all GPUs needs no process
             workers = LocalWorkers(folder, reference, choice, found)
-        make = None if workers else partial(choice.make, folder, reference)
-        scheduler = stack.enter_context(closing(Scheduler(make, workers, commit_sequences=commit_sequences)))
+        scheduler: EngineScheduler | Scheduler
+        if workers is None:
+            scheduler = EngineScheduler(partial(choice.make, folder, reference), commit_sequences=commit_sequences)
+        else:
+            scheduler = Scheduler(workers, commit_sequences=commit_sequences)
+        stack.enter_context(closing(scheduler))
         bar = stack.enter_context(progress_bar("scoring"))
         summary = score_dataset(
             tokenized(rows, folder, arguments),

@@ -23,7 +23,7 @@ from reflogp.scoring.joining import JoinedWindow, JoinSummary, TopTokens, joined
 from reflogp.scoring.reports.build import write_report
 from reflogp.scoring.reports.collect import ReportSummary
 from reflogp.scoring.runs.callbacks import ProgressCallbacks, progress_bar
-from reflogp.scoring.runs.scheduler import Scheduler
+from reflogp.scoring.runs.pipeline import EngineScheduler
 from reflogp.scoring.runs.score import ScoreSummary, score_dataset
 from reflogp.scoring.versus import Versus, find_versus
 from reflogp.scoring.vision import VisionProcessor
@@ -114,7 +114,7 @@ def score(
     def score_rows(rows: Any, split: str) -> ScoreSummary:
         source = open_dataset(rows)
         with (
-            closing(Scheduler(engine_of_all_splits, closes_engine=False)) as scheduler,
+            closing(EngineScheduler(engine_of_all_splits, closes_engine=False)) as scheduler,
             progress_bar(f"scoring {split}".strip(), progress) as bar,
         ):
             summary = score_dataset(

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -40,6 +40,10 @@ _COMMIT_NUMBERS = 64 << 20
 _LAST_SECONDS = 20.0
 #: Maximum number of seconds to wait for a new group before asking the engine for outcomes again.
 _LOOK_SECONDS = 0.005
+#: Maximum number of seconds that an EngineScheduler waits for news before it looks again whether the engine has room.
+_TURN_SECONDS = 0.02
+#: The engine gets the waiting misses early if their images use more than this many bytes of memory.
+_IMAGE_BYTES = 256 << 20
 
 
 class ScoringPipeline:
@@ -292,8 +296,20 @@ class _Groups(Iterator[list[Sequence]]):
             return self._begun.pop(number)
 
 
-class OwnEngine:
-    def __init__(self, make_engine: Callable[[], Engine], commit_sequences: int, closes_engine: bool) -> None:
+class EngineScheduler:
+    """Computes and commits the values of misses with the engine of this process, which is loaded when it gets its first misses.
+
+    Whenever the engine has room, it takes all misses that wait, so that its passes are full. All methods are called from the
+    run's thread.
+
+    Args:
+        commit_sequences: maximum number of sequences between two commits.
+        closes_engine: whether `close` also closes the engine.
+    """
+
+    def __init__(
+        self, make_engine: Callable[[], Engine], *, commit_sequences: int = COMMIT_SEQUENCES, closes_engine: bool = True
+    ) -> None:
         self._make_engine = make_engine
         self._commit_sequences = commit_sequences
         self._closes_engine = closes_engine
@@ -301,30 +317,48 @@ class OwnEngine:
         self._pipeline: ScoringPipeline | None = None
         self._counted_before = TokenCounts()
         self._table: ValuesTable
-        self._tell: Callable[[Event | Ended], None]
+        self._report: Callable[[Event], None]
+        self._news: queue.SimpleQueue[Event | Ended] = queue.SimpleQueue()
+        self._waiting: list[Miss] = []
+        self._held = 0  # bytes of memory that the images of the waiting misses use
+        self._has_ended = False  # all values are committed
 
-    def open(self, table: ValuesTable, tell: Callable[[Event | Ended], None]) -> None:
-        """Set the table for the values, and the function that is called, in any thread, with what becomes of the misses."""
-        self._table, self._tell = table, tell
+    def open(self, table: ValuesTable, report: Callable[[Event], None]) -> None:
+        """Set the table for the values, and the function that is called in the run's thread with what becomes of each miss."""
+        self._table, self._report = table, report
 
-    def is_starved(self) -> bool:
-        return self._pipeline is None or self._pipeline.is_starved()
+    def put(self, misses: list[Miss], to_come: int) -> None:
+        """Queue misses, and return when there is room for more."""
+        self._waiting += misses
+        self._held += sum(picture.held for miss in misses for picture in miss.sequence.pictures)
+        self._turn(0.0)
+        while len(self._waiting) >= min(self._commit_sequences, COMMIT_SEQUENCES) or self._held > _IMAGE_BYTES:
+            self._turn(_TURN_SECONDS)
 
-    def give(self, misses: list[Miss]) -> None:
-        pipeline, engine = self._begin()
-        problems = engine.problems([miss.sequence for miss in misses])
-        for index, problem in problems.items():
-            self._tell(Failed(misses[index], problem))
-        if group := [miss for index, miss in enumerate(misses) if index not in problems]:
-            pipeline.put(group)
+    def look(self, patience: float = 0.0) -> None:
+        """Report what is known; wait at most `patience` seconds for news. Raises the error that stopped the engine or a commit."""
+        with suppress(queue.Empty):
+            news = self._news.get(timeout=patience) if patience else self._news.get_nowait()
+            while True:
+                if not isinstance(news, Ended):
+                    self._report(news)
+                elif news.error is not None:
+                    raise news.error
+                else:
+                    self._has_ended = True
+                news = self._news.get_nowait()
 
-    def finish(self) -> bool:
-        """Declare that `give` will not be called again. Return False if it was never called, so that no Ended will follow."""
+    def finish(self) -> None:
+        """Wait until it is reported what became of all misses."""
+        while self._waiting:
+            self._turn(_TURN_SECONDS)
         if self._pipeline is not None:
             self._pipeline.finish()
-        return self._pipeline is not None
+            while not self._has_ended:
+                self.look(patience=1.0)
 
     def stop(self) -> None:
+        """Stop scoring, commit the values that are already computed, and report nothing more."""
         if self._pipeline is not None:
             self._pipeline.stop()
 
@@ -339,6 +373,17 @@ class OwnEngine:
         counts = self._engine.token_counts() - self._counted_before
         return Work(self._pipeline.seconds, counts, self._pipeline.provenance, 1)
 
+    def _turn(self, patience: float) -> None:
+        if self._waiting and (self._pipeline is None or self._pipeline.is_starved()):
+            misses, self._waiting, self._held = self._waiting, [], 0
+            pipeline, engine = self._begin()
+            problems = engine.problems([miss.sequence for miss in misses])
+            for index, problem in problems.items():
+                self._news.put(Failed(misses[index], problem))
+            if group := [miss for index, miss in enumerate(misses) if index not in problems]:
+                pipeline.put(group)
+        self.look(patience)
+
     def _begin(self) -> tuple[ScoringPipeline, Engine]:
         if self._engine is None or self._pipeline is None:
             with span("load model"):
@@ -346,5 +391,5 @@ class OwnEngine:
             self._counted_before = self._engine.token_counts()
             provenance = {"reflogp": version("reflogp"), **self._engine.provenance()}
             limits = self._commit_sequences, COMMIT_SECONDS
-            self._pipeline = ScoringPipeline(self._engine, self._table, provenance, self._tell, *limits)
+            self._pipeline = ScoringPipeline(self._engine, self._table, provenance, self._news.put, *limits)
         return self._pipeline, self._engine

@@ -1,8 +1,7 @@
-"""Schedule misses over engines: the engine of this process, or workers in other processes or on other machines.
+"""Schedule misses over workers in other processes or on other machines.
 
-Misses (sequences that the store lacks) wait in a queue. The engine of this process takes all misses that wait whenever it has
-room, so that its passes are full. Workers get units: groups of misses that one worker scores and
-commits together. If a worker is lost, its units are queued again and halved until the sequence that kills workers is found.
+Misses (sequences that the store lacks) wait in a queue. Workers get units: groups of misses that one worker scores and commits
+together. If a worker is lost, its units are queued again and halved until the sequence that kills workers is found.
 
 All methods of Scheduler are called from the run's thread.
 """
@@ -18,11 +17,9 @@ from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from reflogp.scoring.engines import Engine
 from reflogp.scoring.errors import EngineError, WorkerGoneError
 from reflogp.scoring.runs.committer import COMMIT_SEQUENCES
-from reflogp.scoring.runs.misses import Committed, Ended, Event, Failed, Miss, Scored, Work
-from reflogp.scoring.runs.pipeline import OwnEngine
+from reflogp.scoring.runs.misses import Committed, Event, Failed, Miss, Scored, Work
 from reflogp.scoring.runs.unit_queue import Rate, Unit, UnitQueue, unit_size
 from reflogp.scoring.runs.units import IN_FLIGHT, encode
 from reflogp.scoring.runs.watch import Clock, Pulse
@@ -38,13 +35,10 @@ _FAILED_STARTS = 3
 #: the device, not the rows. For _LOSSES, a failure is a ready worker whose engine raised an error. For _KILLERS, a
 #: failure is a sequence that killed two workers.
 _LOSSES, _KILLERS = 3, 3
-#: Maximum number of seconds to wait for news in each turn. The second number applies to the engine of this process, which does
-#: not report that it has room for more misses.
-_LOOK_SECONDS, _LOOK_OWN_SECONDS = 1.0, 0.02
+#: Maximum number of seconds to wait for news in each turn.
+_LOOK_SECONDS = 1.0
 #: Number of seconds that `stop` gives workers to commit computed values.
 _LAST_SECONDS = 30.0
-#: The engine of this process gets the waiting misses early if their images use more than this many bytes of memory.
-_IMAGE_BYTES = 256 << 20
 
 
 class Worker(Protocol):
@@ -120,29 +114,22 @@ class Scheduler:
     """Computes and commits the values of misses.
 
     Args:
-        make_engine: function that loads the engine of this process when it gets its first misses; None for a run with workers.
-        workers: source of the workers; None for a run with the engine of this process.
         check: function that is called in each turn of the run's loop, and that can raise an error to stop the run.
-        commit_sequences: maximum number of sequences between two commits of this process's engine, and in a unit.
-        closes_engine: whether `close` also closes the engine of this process.
+        commit_sequences: maximum number of sequences in a unit.
     """
 
     def __init__(
         self,
-        make_engine: Callable[[], Engine] | None = None,
-        workers: Workers | None = None,
+        workers: Workers,
         *,
         check: Callable[[], None] = lambda: None,
         commit_sequences: int = COMMIT_SEQUENCES,
-        closes_engine: bool = True,
     ) -> None:
-        self._own = None if make_engine is None else OwnEngine(make_engine, commit_sequences, closes_engine)
         self._source = workers
         self._check = check
-        self._window = min(commit_sequences, COMMIT_SEQUENCES)
         self._unit_sequences = commit_sequences
         self._report: Callable[[Event], None]
-        self._news: queue.SimpleQueue[Event | Ended | tuple[_Member, Future[Any]]] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[tuple[_Member, Future[Any]]] = queue.SimpleQueue()
         self._members: list[_Member] = []
         self._clock = Clock()
         self._queue = UnitQueue()
@@ -150,7 +137,6 @@ class Scheduler:
         self._rate = Rate()
         self._failed_starts = self._losses = self._killers_in_a_row = 0
         self._last_reason = ""
-        self._has_ended = False  # all values of this process's engine are committed
         self._at_workers = 0  # number of misses that workers are working on
         self._busy_since = 0.0
         self._work = Work()
@@ -158,30 +144,24 @@ class Scheduler:
     def open(self, table: ValuesTable, report: Callable[[Event], None]) -> None:
         """Set the table for the values, and the function that is called in the run's thread with what becomes of each miss."""
         self._report = report
-        if self._source is not None:
-            self._source.open(table)
-        if self._own is not None:
-            self._own.open(table, self._news.put)
+        self._source.open(table)
 
     def put(self, misses: list[Miss], to_come: int) -> None:
         self._to_come = to_come
         self._queue.put(misses)
         self._turn(0.0)
-        while self._is_full():
-            self._turn(self._patience())
+        while len(self._queue) >= self._unit_size() * max(1, self._source.count):
+            self._turn(_LOOK_SECONDS)
 
     def look(self) -> None:
         """Report what is known now, without waiting, and send units to workers that have room."""
-        self._turn(0.0, fills_own=False)
+        self._turn(0.0)
 
     def finish(self) -> None:
         """Wait until it is reported what became of all misses. Raises the same errors as `put`."""
         self._to_come = 0
         while self._queue or any(member.flying for member in self._members):
-            self._turn(self._patience())
-        if self._own is not None and self._own.finish():
-            while not self._has_ended:
-                self._turn(_LOOK_SECONDS)
+            self._turn(_LOOK_SECONDS)
 
     def stop(self) -> None:
         """Stop scoring, commit the values that are already computed, and report nothing more.
@@ -189,45 +169,32 @@ class Scheduler:
         This method waits at most 30 seconds for the workers.
         """
         stopping = [member.worker.stop() for member in self._members if member.is_ready]
-        if self._own is not None:
-            self._own.stop()
         wait(stopping, timeout=_LAST_SECONDS)
 
     def close(self) -> None:
-        """End all workers and close the engine of this process; values that workers have not committed are lost."""
+        """End all workers; values that they have not committed are lost."""
         for member in self._members:
             member.worker.end()
         self._members = []
-        if self._own is not None:
-            self._own.close()
 
     def work(self) -> Work:
-        return self._work if self._own is None else self._own.work()
-
-    def _is_full(self) -> bool:
-        if self._own is not None:
-            return len(self._queue) >= self._window or self._queue.held > _IMAGE_BYTES
-        return len(self._queue) >= self._unit_size() * self._workers()
-
-    def _workers(self) -> int:
-        return max(1, 0 if self._source is None else self._source.count)
+        return self._work
 
     def _unit_size(self) -> int:
         left = len(self._queue) + self._to_come
-        return unit_size(left, self._workers(), self._rate.per_second(), self._unit_sequences)
+        return unit_size(left, max(1, self._source.count), self._rate.per_second(), self._unit_sequences)
 
-    def _patience(self) -> float:
-        return _LOOK_SECONDS if self._own is None else _LOOK_OWN_SECONDS
-
-    def _turn(self, patience: float, fills_own: bool = True) -> None:
-        """Hand out misses to engines that have room, and report what is known; wait at most `patience` seconds for news."""
+    def _turn(self, patience: float) -> None:
+        """Hand out misses to workers that have room, and report what is known; wait at most `patience` seconds for news."""
         self._check()
         self._keep_up_workers()
-        self._give(fills_own)
+        self._give()
         with contextlib.suppress(queue.Empty):
             news = self._news.get(timeout=patience) if patience else self._news.get_nowait()
             while True:
-                self._take(news)
+                member, answer = news
+                if member in self._members:  # otherwise it was lost, and its units are queued again
+                    self._arrived(member, answer)
                 news = self._news.get_nowait()
         self._end_hanging_workers()
 
@@ -238,7 +205,7 @@ class Scheduler:
                 self._gone(member, problem, True)
 
     def _keep_up_workers(self) -> None:
-        if self._source is None or not (self._queue or self._members):
+        if not (self._queue or self._members):
             return
         if self._failed_starts < _FAILED_STARTS:
             is_any_placed = any(member.name for member in self._members)
@@ -253,13 +220,8 @@ class Scheduler:
     def _follow(self, member: _Member, answer: Future[Any]) -> None:
         answer.add_done_callback(lambda answered: self._news.put((member, answered)))
 
-    def _give(self, fills_own: bool) -> None:
-        """Send units to workers that have room, one unit to each worker in turn, so that the last units are spread evenly; or
-        all misses to the engine of this process."""
-        if self._own is not None:
-            if fills_own and self._own.is_starved() and (misses := self._queue.take_all()):
-                self._own.give(misses)
-            return
+    def _give(self) -> None:
+        """Send units to workers that have room, one unit to each worker in turn, so that the last units are spread evenly."""
         for count in range(IN_FLIGHT):
             for member in self._members:
                 if member.is_ready and len(member.flying) == count and self._may_have_more(member):
@@ -287,18 +249,6 @@ class Scheduler:
             return True
         oldest, _ = next(iter(member.flying.values()))
         return not (oldest.suspect or self._queue.is_suspect())
-
-    def _take(self, news: Event | Ended | tuple[_Member, Future[Any]]) -> None:
-        match news:
-            case Ended(error):
-                self._has_ended = True
-                if error is not None:
-                    raise error
-            case (_Member() as member, answer):
-                if member in self._members:  # otherwise it was lost, and its units are queued again
-                    self._arrived(member, answer)
-            case Scored() | Failed() | Committed():
-                self._report(news)
 
     def _arrived(self, member: _Member, answer: Future[Any]) -> None:
         try:

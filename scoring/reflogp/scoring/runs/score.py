@@ -23,6 +23,7 @@ from reflogp.scoring.data.tokenize import RowCount, StoppedError, TokenizedRows,
 from reflogp.scoring.errors import OtherEngineError
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.misses import Committed, Event, Failed, Miss, Scored
+from reflogp.scoring.runs.pipeline import EngineScheduler
 from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages
 from reflogp.scoring.tracing import record, run_span, span
@@ -126,7 +127,7 @@ def score_dataset(
     dataset: TokenizedWindows,
     store: Store,
     reference: Reference,
-    scheduler: Scheduler,
+    scheduler: EngineScheduler | Scheduler,
     *,
     settings: TrainerSettings | None = None,
     watcher: ProgressCallbacks | None = None,
@@ -223,7 +224,7 @@ class _Run:
         self,
         table: ValuesTable,
         before: ValuesSnapshot,
-        scheduler: Scheduler,
+        scheduler: EngineScheduler | Scheduler,
         summary: ScoreSummary,
         watcher: ProgressCallbacks,
         strict_engine: str | None,

@@ -47,14 +47,9 @@ class Unit:
 
 
 class UnitQueue:
-    """A queue of misses and of units to retry.
-
-    Attributes:
-        held: approximate number of bytes of the images that the waiting misses keep in memory, without those of units to retry.
-    """
+    """A queue of misses and of units to retry."""
 
     def __init__(self) -> None:
-        self.held = 0
         self._isolation: Isolation[Miss] = Isolation()
         self._groups: OrderedDict[bytes, deque[Miss]] = OrderedDict()  # by the prompt's digest
         self._again: deque[Unit] = deque()
@@ -66,7 +61,6 @@ class UnitQueue:
     def put(self, misses: list[Miss]) -> None:
         for miss in misses:
             self._groups.setdefault(_prompt(miss), deque()).append(miss)
-            self.held += _held(miss)
         self._grouped += len(misses)
 
     def take(self, size: int) -> Unit | None:
@@ -89,14 +83,7 @@ class UnitQueue:
                 break
             del self._groups[prompt]
         self._grouped -= len(chosen)
-        self.held -= sum(map(_held, chosen))
         return Unit(chosen) if chosen else None
-
-    def take_all(self) -> list[Miss]:
-        misses = [miss for group in self._groups.values() for miss in group]
-        self._groups.clear()
-        self._grouped = self.held = 0
-        return misses
 
     def is_suspect(self) -> bool:
         return bool(self._again) and self._again[0].suspect
@@ -117,16 +104,12 @@ def _prompt(miss: Miss) -> bytes:
     return hashlib.blake2b(np.asarray(miss.sequence.prompt_ids, np.int64).tobytes(), digest_size=16).digest()
 
 
-def _held(miss: Miss) -> int:
-    return 0 if miss.sequence.images is None else sum(picture.held for picture in miss.sequence.images.pictures)
-
-
 def _fits(miss: Miss, images: dict[bytes, int]) -> bool:
     """Add a miss's images to the images of a unit, and return True. If they do not all fit, add none and return False.
 
     `images` is a dict from the digest of each image in the unit to its size in bytes.
     """
-    own = {} if miss.sequence.images is None else {image.digest: image.size for image in miss.sequence.images.pictures}
+    own = {picture.digest: picture.size for picture in miss.sequence.pictures}
     both = images | own
     if images and len(both) > len(images) and sum(both.values()) > _IMAGE_BYTES:
         return False

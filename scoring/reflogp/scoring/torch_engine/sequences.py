@@ -144,6 +144,10 @@ class Sequence:
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
 
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        return () if self.images is None else self.images.pictures
+
     def ids(self) -> npt.NDArray[np.int64]:
         return np.concatenate([np.asarray(self.prompt_ids, np.int64), np.asarray(self.completion_ids, np.int64)])
 
@@ -164,7 +168,7 @@ def picture_files(sequences: Iterable[Sequence]) -> tuple[dict[bytes, bytes], di
     unreadable: dict[bytes, str] = {}
     problems: dict[int, str] = {}
     for index, sequence in enumerate(sequences):
-        for picture in () if sequence.images is None else sequence.images.pictures:
+        for picture in sequence.pictures:
             if picture.digest not in files and picture.digest not in unreadable:
                 try:
                     files[picture.digest] = picture.encoded()

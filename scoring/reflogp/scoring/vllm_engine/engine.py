@@ -267,8 +267,7 @@ class VllmEngine:
         tokens = size = 0
         digests: set[bytes] = set()
         for index in ordered:
-            images = sequences[index].images
-            pictures = {} if images is None else {picture.digest: picture.size for picture in images.pictures}
+            pictures = {picture.digest: picture.size for picture in sequences[index].pictures}
             added = sum(pictures[digest] for digest in pictures.keys() - digests)
             if batch and (tokens + len(sequences[index]) > self.token_budget or size + added > _IMAGE_BYTES):
                 yield batch
