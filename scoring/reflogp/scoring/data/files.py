@@ -12,7 +12,6 @@ rows.
 from __future__ import annotations
 
 import codecs
-import errno
 import glob
 import io
 import json
@@ -103,8 +102,6 @@ class LocalFiles:
             try:
                 problems, good_rows = _write_good_rows(file, copy)
             except (OSError, pa.ArrowException) as broken:
-                if isinstance(broken, OSError) and broken.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise
                 raise self._refusal(file, broken) from broken
             if good_rows and not problems:
                 raise refusal from error

@@ -177,61 +177,6 @@ class Collected:
         return Lengths(self.prompts, [side.lengths for side in self.sides.values()], self.shared)
 
 
-class Collector:
-    def __init__(self) -> None:
-        self._summary = ReportSummary()
-        self._problems: list[tuple[int, str]] = []
-        self._parts: list[dict[str, npt.NDArray[Any]]] = []
-
-    def add(self, window: TokenizedRows, found: Found, join: Join, other: Join | None = None) -> dict[int, str]:
-        """Add a window with completion columns. Return the reason of each of its bad rows."""
-        table, summary = window.table, self._summary
-        rows = table["row"].to_numpy()
-        empty = np.logical_or.reduce([needed == 0 for needed in join.tokens.values()]) & ~join.dropped
-        missing = join.missing & ~empty
-        usable = ~(join.missing | join.unusable | join.dropped | empty)
-        problems = window.problems | {int(row): UNUSABLE for row in rows[join.unusable & ~join.missing]}
-        problems |= {int(row): EMPTY_COMPLETION for row in rows[empty]}
-        summary.examples += len(table)
-        summary.with_values += int(usable.sum())
-        summary.missing += int(missing.sum())
-        summary.missing_row_numbers += rows[missing][: NAMED_ROWS - len(summary.missing_row_numbers)].tolist()
-        summary.dropped_rows += int(join.dropped.sum())
-        self.add_bad_rows(window.last_row, problems)
-        if len(table):
-            self._parts.append(_numbers(window, found, join, other, usable))
-        return problems
-
-    def add_bad_rows(self, last_row: int, problems: dict[int, str]) -> None:
-        self._summary.rows = last_row + 1
-        self._summary.bad_rows += len(problems)
-        self._problems += sorted(problems.items())[: NAMED_ROWS - len(self._problems)]
-
-    def collected(self, name: str) -> Collected:
-        """Return the statistics of all windows. Raises UsageError, with the dataset's name, if no row can be used."""
-        summary, parts = self._summary, self._parts
-        if not parts:
-            row, problem = self._problems[0]
-            raise UsageError(f"{name} has no row that can be used, so there is nothing to report. Row {row}: {problem}")
-        summary.bad_row_numbers = [row for row, _ in self._problems]
-        summary.coverage = summary.with_values / max(1, summary.with_values + summary.missing + summary.bad_rows)
-        numbers = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        names = [name.removesuffix(".keys") for name in numbers if name.endswith(".keys")]
-        sides = {name: Side(*(numbers[f"{name}.{part.name}"] for part in fields(Side))) for name in names}
-        return Collected(
-            numbers["row"],
-            numbers["usable"],
-            numbers["prompts"],
-            sides,
-            numbers.get("shared"),
-            numbers.get("similarity"),
-            numbers.get("labels"),
-            summary,
-            self._problems,
-            int(numbers["bare"].sum()),
-        )
-
-
 def collect(
     dataset: TokenizedWindows,
     name: str,
@@ -241,7 +186,9 @@ def collect(
     versus: Versus | None = None,
 ) -> Collected:
     """Read a dataset once, and look up its log-probs. Raises UsageError, with the dataset's name, if no row can be used."""
-    collector, watcher = Collector(), watcher or ProgressCallbacks()
+    summary, watcher = ReportSummary(), watcher or ProgressCallbacks()
+    all_problems: list[tuple[int, str]] = []
+    parts: list[dict[str, npt.NDArray[Any]]] = []
     counting, begun = RowCount(dataset), False
     for window in dataset:
         if counting.rows and not begun:
@@ -252,13 +199,48 @@ def collect(
             asked = ask(window.table, max_length=settings.max_length, truncation_mode=settings.truncation_mode)
             found = snapshot.find(asked.all_keys())
             other = answer(asked, versus.snapshot, settings.ld_alpha) if versus else None
-            problems = collector.add(window, found, join_found(asked, found, settings.ld_alpha), other)
-        else:
-            collector.add_bad_rows(window.last_row, problems)
+            join = join_found(asked, found, settings.ld_alpha)
+            rows = window.table["row"].to_numpy()
+            empty = np.logical_or.reduce([needed == 0 for needed in join.tokens.values()]) & ~join.dropped
+            missing = join.missing & ~empty
+            usable = ~(join.missing | join.unusable | join.dropped | empty)
+            problems = problems | {int(row): UNUSABLE for row in rows[join.unusable & ~join.missing]}
+            problems |= {int(row): EMPTY_COMPLETION for row in rows[empty]}
+            summary.examples += len(rows)
+            summary.with_values += int(usable.sum())
+            summary.missing += int(missing.sum())
+            summary.missing_row_numbers += rows[missing][: NAMED_ROWS - len(summary.missing_row_numbers)].tolist()
+            summary.dropped_rows += int(join.dropped.sum())
+            parts.append(_numbers(window, found, join, other, usable))
+        summary.rows = window.last_row + 1
+        summary.bad_rows += len(problems)
+        all_problems += sorted(problems.items())[: NAMED_ROWS - len(all_problems)]
         watcher.advance(window.row_count(), 0)
         for row, problem in sorted(problems.items()):
             watcher.bad_row(row, problem)
-    return collector.collected(name)
+    if not parts:
+        row, problem = all_problems[0]
+        raise UsageError(f"{name} has no row that can be used, so there is nothing to report. Row {row}: {problem}")
+    summary.bad_row_numbers = [row for row, _ in all_problems]
+    summary.coverage = summary.with_values / max(1, summary.with_values + summary.missing + summary.bad_rows)
+    return _collected(parts, summary, all_problems)
+
+
+def _collected(parts: list[dict[str, npt.NDArray[Any]]], summary: ReportSummary, problems: list[tuple[int, str]]) -> Collected:
+    numbers = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    names = [name.removesuffix(".keys") for name in numbers if name.endswith(".keys")]
+    return Collected(
+        numbers["row"],
+        numbers["usable"],
+        numbers["prompts"],
+        {name: Side(*(numbers[f"{name}.{part.name}"] for part in fields(Side))) for name in names},
+        numbers.get("shared"),
+        numbers.get("similarity"),
+        numbers.get("labels"),
+        summary,
+        problems,
+        int(numbers["bare"].sum()),
+    )
 
 
 def _numbers(window: TokenizedRows, found: Found, join: Join, other: Join | None, usable: Bools) -> dict[str, npt.NDArray[Any]]:

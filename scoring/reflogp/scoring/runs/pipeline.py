@@ -336,7 +336,7 @@ class EngineScheduler:
             self._turn(_TURN_SECONDS)
 
     def look(self, patience: float = 0.0) -> None:
-        """Report what is known; wait at most `patience` seconds for news. Raises the error that stopped the engine or a commit."""
+        """Report what is known, after at most `patience` seconds. Raises the error that stopped the engine or a commit."""
         with suppress(queue.Empty):
             news = self._news.get(timeout=patience) if patience else self._news.get_nowait()
             while True:

