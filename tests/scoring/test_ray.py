@@ -8,16 +8,13 @@ import time
 
 import psutil
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.on_ray.workers import ClusterWorkers, connected
-from reflogp.store import Store, UsageError, describe_reference
+from reflogp.store import UsageError, describe_reference
 from tests.conftest import INTERRUPTIBLE, write_rows
 from tests.scoring.spread_runs import Runs, odd_rows
-from tests.scoring.test_top_k_runs import K, require_right
 from tests.scoring.watching import Watching
 from tests.service.serving import token_rows
 from tests.vision_models import make, pairs_with_files
@@ -80,17 +77,6 @@ def test_a_worker_that_can_be_placed_nowhere_is_not_waited_for_for_ever(cluster,
         Runs(model, tmp_path, workers)(file)
     with pytest.raises(UsageError, match="Ray assigns a GPU to each worker"):
         ClusterWorkers(model, None, describe_reference(model, "float32"), EngineChoice(device="cuda:1"))
-
-
-def test_the_most_probable_tokens(cluster, reflogp, reference_folder, tmp_path):
-    rows = token_rows(12, seed=4)
-    file, store = write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "store"
-    options = ("--store", store, "--dtype", "float32", "--device", "cpu", "--top-k", K, "--json")
-    code, out, err = reflogp("score", "--ray", cluster.address, "--ray-workers", 2, reference_folder, file, *options)
-    assert code == 0, err
-    assert json.loads(out.splitlines()[-1])["scored"] == 24
-    model = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32).eval()
-    require_right(Store(store).top_table(Store(store).references()[0], K), rows, model)
 
 
 def test_the_command_line_goes_on_after_an_interrupt(cluster, reflogp, reference_folder, tmp_path):

@@ -135,21 +135,6 @@ def test_the_sharing_gain_counts_tokens_that_are_shared_once(score, tmp_path):
     assert alone.sharing_gain == 1
 
 
-def test_an_interrupt_keeps_what_was_computed(score, pairs_file, reference_folder):
-    class Interrupted(TorchEngine):
-        def flow(self, groups):
-            for count, landed in enumerate(super().flow(groups)):
-                if count == 17:
-                    raise KeyboardInterrupt
-                yield landed
-
-    with pytest.raises(KeyboardInterrupt):
-        score(pairs_file, lambda: Interrupted(str(reference_folder), "float32", token_budget=500))
-    after = score(pairs_file)
-    assert after.hits >= 17
-    assert after.sequences == after.hits + after.duplicates + after.scored
-
-
 def test_values_that_are_not_finite_are_reported_and_not_stored(score, tmp_path, reference_folder):
     """Weights that are broken for one token: only sequences that hold it suffer."""
     from transformers import AutoModelForCausalLM
