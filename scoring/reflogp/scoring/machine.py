@@ -55,7 +55,6 @@ def places(
             used. "auto" stands for a single device, which the engine chooses.
         count_gpus: function that returns the number of GPUs that are visible to this process. It is called only if
             `devices` contains "all" or a name with a GPU's number, such as cuda:1.
-        gpus_each: number of GPUs that each engine needs.
         chooses_itself: True if the engine chooses among the GPUs that its process sees, as vLLM does.
 
     Raises:

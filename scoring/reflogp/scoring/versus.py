@@ -21,7 +21,6 @@ class Versus:
     """The second model, and where its values are.
 
     Attributes:
-        first, model: the two models, as the user named them.
         score: command that scores the dataset with the second model, and with the tokenizer and the dtype of the first.
         load_tokenizer: function that returns the tokenizer with which the second model would have read the dataset.
     """

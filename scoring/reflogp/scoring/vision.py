@@ -19,7 +19,6 @@ class VisionProcessor:
     """A model's processor, which converts texts and images into the model's inputs.
 
     Attributes:
-        image_token_id: id of the token that the model replaces with an image's features.
         tokens: object that converts a text with images into token ids. It needs only the sizes and modes of the images.
         folder: folder from which the processor was loaded; None for a processor object that the caller passed.
     """

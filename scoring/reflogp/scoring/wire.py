@@ -36,9 +36,7 @@ class SentImages(NamedTuple):
     """The images of a sequence, in the order in which they appear in the prompt.
 
     Attributes:
-        digests: each image's `pixel_digest` (see reflogp.store.images).
         counts: number of image tokens of each image.
-        files: each image as the bytes of an image file.
         token: id of the model's image token. The model gets this id wherever the sequence contains an image id.
     """
 

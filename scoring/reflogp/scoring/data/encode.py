@@ -52,7 +52,6 @@ def tokenize_rows(
     Args:
         begin: function that is called with a row's index before the row is rendered, and with None before a batch of texts is
             encoded. It can stop the work by raising an error.
-        alone: encode the texts of each row by themselves, after `begin` was called with the row's index.
 
     Returns:
         A list for each row, in order, with the token ids or the error of each example. For a row that cannot be used, the list

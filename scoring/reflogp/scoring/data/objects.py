@@ -26,7 +26,6 @@ def open_dataset(dataset: Any) -> RowSource:
     `set_format` or `with_format` is ignored.
 
     Raises:
-        DatasetError: the path or the dataset on the Hub cannot be opened.
         UsageError: `dataset` has an unsupported type, is a `datasets.Dataset` with a transform, is a pandas data frame whose
             column names are not unique, or is a table with types that `datasets` lacks.
     """

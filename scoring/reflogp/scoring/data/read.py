@@ -74,19 +74,14 @@ class RowSource:
         split: the split to read from a hub dataset or a saved DatasetDict.
         confined: True for a dataset that somebody else has written. Only local files are then read: names of hub datasets and
             hf:// URIs are rejected, and so are saved datasets whose metadata names files outside their folder.
-        check: function that is called for each row that is read. It can stop the reading by raising an error.
         open_image: function that opens an image file. It takes the path that a row contains, and returns a file descriptor. If
             None, rows can contain the path of any file. Relative paths are then resolved against the folder of the dataset's
             files, or against the current folder if `files` is empty.
         is_fetched: whether the files of a folder are those of the split alone, under names that do not say so.
 
     Attributes:
-        name: the argument `data`, for messages.
         format: format of the files; "folder" for a saved dataset, but "arrow" for one that is `confined`.
         files: the files that are read; empty for the formats "folder" and "hub".
-
-    Raises:
-        DatasetError: the dataset cannot be opened.
     """
 
     name: str

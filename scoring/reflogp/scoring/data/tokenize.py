@@ -58,9 +58,7 @@ class TokenizedRows:
         labels: for rows with `completion_ids`, the KTO label of each row of the table: 1, 0 or NO_LABEL.
         problems: dict from row number to the reason why the row, or one of its examples, is not in the table.
         last_row: number of the last row that was read, even if that row is not usable.
-        limited: True if a row exceeded a time or memory limit. The row may be usable in another run.
         images: the images of each row of the table; empty for a text-only dataset.
-        vision: converts the images' pixels into the model's inputs; None for a text-only dataset.
         notes: sentences about the dataset that a user should read; in the first window with a readable row.
     """
 
@@ -105,7 +103,6 @@ def tokenize_dataset(
     Args:
         tokenizer: the reference model's tokenizer; may be None for the tokens format.
         form: "preference", "kto", "sft" or "tokens"; None to detect the format from the first row whose columns match a format.
-        window: maximum number of rows in each yielded item.
         begin: function that is called with a row's number before work on this row alone begins, and with None before work on
             several rows begins. It can stop the work by raising an error.
         alone: tokenize every row by itself, so that `begin` always names the row; slower.
@@ -282,17 +279,7 @@ def _lists(parts: list[list[int]]) -> pa.ListArray:
 def chosen_tokenizer(
     model: str, tokenizer: str | None = None, chat_template: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer for a reference model.
-
-    Args:
-        tokenizer: folder or hub id of a different tokenizer; None for the model's tokenizer.
-        chat_template: path of a file with a Jinja template that replaces the tokenizer's template.
-
-    Raises:
-        TokenizerError: no tokenizer can be loaded.
-        UsageError: `model` or `tokenizer` is neither a folder nor a hub model that can be downloaded; or the template file
-            cannot be read or is empty.
-    """
+    """Load the tokenizer for a reference model."""
     folder = model if tokenizer is None else str(resolve_model(tokenizer, None, weights=False))
     template = None if chat_template is None else _text_of(chat_template)
     loaded = load_tokenizer(folder, trust_remote_code)
@@ -343,13 +330,7 @@ class TokenizedWindows(Protocol):
 
 
 class TokenizedDataset:
-    """The rows of a dataset as token ids. The object can be iterated over any number of times.
-
-    Args:
-        load: function that returns the tokenizer. It is called at most once, before the first row is tokenized.
-        form: the dataset's format; None to detect it.
-        load_vision: function that loads the model's image processor, for pairs with images; see `tokenize_dataset`.
-    """
+    """The rows of a dataset as token ids. The object can be iterated over any number of times."""
 
     def __init__(
         self,

@@ -27,7 +27,6 @@ class TokenizerFiles:
 
     Attributes:
         folder: the folder that contains the files: that of the model, or of its base model.
-        digest: digest of the files' names and content.
     """
 
     model: str

@@ -39,12 +39,7 @@ class NodeWorker(ScoringWorker):
 
 
 class ClusterWorkers:
-    """Starts workers on the cluster that this process is connected to (see `connected`).
-
-    Args:
-        model: folder or hub id of the model, which each worker resolves on its own node.
-        count: number of workers; None for as many as fit on the cluster (see `default_workers`).
-    """
+    """Starts workers on the cluster that this process is connected to (see `connected`)."""
 
     def __init__(
         self,

@@ -152,8 +152,6 @@ class Collected:
         similarity: similarity of chosen and rejected (see `similarities`), float32 (n,). A similarity below ALIKE is
             replaced by 0. None if the examples are not pairs.
         labels: 1 for desirable, 0 for undesirable, or NO_LABEL, int8 (n,); None for pairs.
-        summary: the numbers of rows and examples, and the coverage.
-        problems: (row number, reason) for the first hundred bad rows.
         bare: number of examples without a prompt. In an example without a prompt, the first completion token is only context
             and has no value.
     """

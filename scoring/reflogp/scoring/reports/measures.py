@@ -111,9 +111,6 @@ class PairPreference:
     """How often the reference prefers the chosen completion, in the pairs that have values.
 
     Attributes:
-        right: number of pairs whose chosen completion has the higher sum of log-probs.
-        per_token_right: number of pairs whose chosen completion has the higher mean log-prob per token.
-        ties: number of pairs with equal sums, which are not counted in `right`.
         shorter_higher: among pairs whose two completions differ in length and in sum, the fraction in which the shorter
             completion has the higher sum; None if there are no such pairs.
         chosen_longer: among pairs with values, the fraction in which chosen has more tokens than rejected.
@@ -210,9 +207,6 @@ class Duplicates:
         exact: number of examples that repeat an earlier example token for token, with the same label.
         contrary: number of examples that also occur with the opposite preference, that is, with chosen and rejected swapped or
             with the opposite label.
-        identical: number of pairs whose chosen and rejected sequences are the same.
-        alike: number of pairs whose completions hardly differ but are not identical.
-        alike_pairs: the most similar of these pairs, as (index, similarity).
     """
 
     exact: int
@@ -272,8 +266,6 @@ class OutlierKind:
     """A kind of outlier, the rule that defines it, and the examples that were found.
 
     Attributes:
-        unit: unit of the values in `worst`.
-        count: number of examples that match the rule.
         worst: (index of the example in `Collected`, value that the page shows) for the most extreme examples, most extreme
             first.
     """
@@ -377,9 +369,6 @@ class Comparison:
     """The log-ratios of the examples that have values of both models.
 
     Attributes:
-        compared: number of these examples.
-        missing: number of examples with values of the first model only.
-        advice: if examples are missing, a sentence about them and the command that helps (`Versus.explain`).
         histogram: for pairs, the margins of the implicit rewards: the log-ratio of chosen minus that of rejected, in nats. For
             other examples, the log-ratios by label. None if no example can be compared.
         right: number of pairs with a positive margin; None if the examples are not pairs.

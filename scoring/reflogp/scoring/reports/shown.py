@@ -139,7 +139,6 @@ class Piece:
         level: level of surprisal, from 0 (lowest) to len(LEVELS); None if there is no log-prob.
         note: the log-prob as text, or the sum of the log-probs if the text stands for several tokens; empty if there is no
             log-prob.
-        special: as in TokenText; also True for tokens that are left out.
         differs: True if the pair's two completions are compared and the token is between the first and the last difference.
     """
 
@@ -155,7 +154,6 @@ class ShownSide:
     """What is displayed for a completion.
 
     Attributes:
-        values: number of log-probs that `mean` and `sum` are computed from.
         mean, sum: mean and sum of the log-probs, in nats; None if there are no log-probs.
     """
 
@@ -172,10 +170,8 @@ class Shown:
     """What is displayed for an example.
 
     Attributes:
-        label: 1 for desirable, 0 for undesirable, or None.
         images: the example's first images, as data URIs of small PNG images without the original's metadata; "" for an image
             that can no longer be decoded.
-        more_images: number of further images, which are not shown.
     """
 
     row: int

@@ -50,7 +50,6 @@ class ScoringPipeline:
     """Computes values in one thread and commits them in another. To end the threads, call `finish` or `stop`.
 
     Args:
-        engine: engine that computes the values. Its method `flow` runs in a thread of the pipeline.
         tell: function that is called with each event, in a thread of the pipeline.
         commit_seconds: maximum number of seconds between two commits; the first one comes after at most 10 seconds.
     """

@@ -82,10 +82,6 @@ class Workers(Protocol):
 
         This method is called in each turn of the run's loop. It may wait for a worker if there is none. Raises EngineError if
         no worker can be started.
-
-        Args:
-            have: number of workers that already exist.
-            is_any_placed: whether it is already known where at least one worker runs.
         """
 
 
@@ -115,7 +111,6 @@ class Scheduler:
 
     Args:
         check: function that is called in each turn of the run's loop, and that can raise an error to stop the run.
-        commit_sequences: maximum number of sequences in a unit.
     """
 
     def __init__(

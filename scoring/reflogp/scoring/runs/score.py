@@ -189,8 +189,6 @@ class _Window:
         rows_in_all: number of rows in the dataset, including unreadable rows; None while it is not known.
         looked_up: a tuple for each completion column. It contains the column's sequences (see Windows), their keys, and the
             result of looking up these keys.
-        images: list with the images of each tokenized row, or None for a row without images. The list is empty if the dataset
-            is text-only.
     """
 
     rows: TokenizedRows
@@ -410,7 +408,6 @@ class Prefetch(Generic[T]):
 
     Args:
         items: the iterable that produces the items. The thread iterates over it. A generator is then closed in the same thread.
-        depth: maximum number of finished items that wait in the queue; the thread may hold one more.
     """
 
     def __init__(self, items: Iterable[T], depth: int, name: str) -> None:

@@ -239,8 +239,6 @@ class ScoringWorker:
     """A worker with one engine. The fields below can be pickled, so that the worker can be created in another process.
 
     Attributes:
-        model: folder or hub id of the model, which `prepare` resolves on the worker's machine.
-        reference: the model's reference; `prepare` raises UsageError if the weights on the worker's machine differ from it.
         threads: number of torch's CPU threads; used only if the engine uses no GPU (see EngineChoice.gpus).
     """
 

@@ -69,7 +69,6 @@ class Varlen(NamedTuple):
         gather: indices of each branch's keys in the pack, concatenated; None if no branch of the pack shares tokens, so that
             the keys are the branches' own tokens.
         queries, keys: cumulative numbers of the branches' queries and keys (the kernel's cu_seqlens), int32 (branches + 1,).
-        longest_query, longest_key: maximum numbers of queries and of keys per branch.
     """
 
     rows: slice

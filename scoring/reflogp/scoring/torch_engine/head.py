@@ -358,10 +358,6 @@ class _HiddenOnly(BaseModelOutputWithPast):  # type: ignore[misc]
 class RunningTop:
     """Keeps the columns with the largest values of each row, while the columns of a matrix arrive in blocks.
 
-    Args:
-        count: number of rows.
-        k: number of columns to keep for each row.
-
     Attributes:
         values, ids: the largest values of each row and their columns, float32 and int64 (rows, k), in any order.
     """

@@ -96,10 +96,8 @@ class DecoderInputs:
             tokens.
         positions: positions that the model's own position function computes, int64 (components, tokens); None if the model has
             no such function.
-        image_places: True for image tokens, bool (tokens,).
         deep: features that some decoders add to the hidden states of image tokens after each of their first layers: one tensor
             of shape (image tokens, hidden size) per layer. Empty for most models.
-        both_ways: True if the tokens of an image attend to each other in both directions.
     """
 
     embeddings: torch.Tensor
@@ -120,7 +118,6 @@ class _Features:
 
     Attributes:
         embeddings: features of the image tokens, (image tokens, hidden size).
-        deep: features that the decoder adds after its first layers (see `DecoderInputs`).
         grids: arguments of the model's own position function that describe the images, such as `image_grid_thw`, on the host;
             empty if the model has no such function.
     """

@@ -109,7 +109,6 @@ def require_room(
     """Raise OutOfMemoryError if a checkpoint does not fit on a device.
 
     Args:
-        dtype: name of the dtype that the model computes in, one of `reference.Dtype`.
         parameters: number of the model's parameters, or None if unknown. This number can be smaller than the number of weights
             in the files, because transformers may not load all weights.
         alone: if True, compare the needed memory with the device's total memory, as if nothing else used the device; if False,

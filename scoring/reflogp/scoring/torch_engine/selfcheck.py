@@ -71,7 +71,6 @@ class SelfCheck:
             "log_sum_exp NAME" for a log-sum-exp.
         kernels: names of the attention kernels that `path` uses; if `path` is not "packed", only the name of the model's own
             attention implementation.
-        compiled: True if the decoder layers are compiled.
         log_sum_exp: how the head's log-sum-exp is computed: "triton", "compiled" or "eager" (see log_sum_exp.py).
         refused_kernels: names of attention kernels that no pass may use, because they raised an error, made the difference
             exceed the tolerance, or were refused by the caller.
@@ -97,7 +96,6 @@ class ImageCheck:
     Attributes:
         difference: root mean square difference between the log-probs of that path and those of the model's own forward passes,
             in nats per token; 0 for the path "single".
-        both_ways: True if the tokens of an image attend to each other in both directions.
     """
 
     path: Path
@@ -219,8 +217,6 @@ def check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: Collec
     Args:
         loaded: the model, its device, dtype and limits. Sequences longer than `rope_limit` are scored alone and
             are not part of the check.
-        compile_layers: whether to also try compiled layers on the packed path. A warning is issued if the compiled layers fail
-            or change the values.
 
     Out-of-memory errors are re-raised: the check scores no more tokens at once than a pass has.
     """

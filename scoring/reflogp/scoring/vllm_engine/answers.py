@@ -29,7 +29,6 @@ class Request(NamedTuple):
     Attributes:
         ids: token ids of the prompt and the completion, int64 (tokens,). Each image token is represented by an image id
             (see reflogp.store.images).
-        reads_cache: whether vLLM may read its prefix cache for this sequence.
     """
 
     ids: npt.NDArray[np.int64]
@@ -52,8 +51,6 @@ class Answer(NamedTuple):
             the request's number instead (see `requests_body`).
         values: log-probs of the completion, float32, or None if vLLM returned no log-probs. With most probable tokens, 1 + 2k
             numbers for each token, one after the other; see `top_logps_of`.
-        cached: number of tokens that vLLM read from its prefix cache.
-        problem: why vLLM cannot score the sequence, or None.
     """
 
     at: int

@@ -80,9 +80,7 @@ class Transport(Protocol):
     """A connection to vLLM.
 
     Attributes:
-        max_tokens: length, in tokens, of the longest sequence that vLLM can score.
         token_budget: maximum number of tokens in a pass. Two passes are in flight at the same time.
-        reads_cache: True if vLLM may read prefixes from its cache.
         block_size: number of tokens in a block of vLLM's cache. None if responses show which values vLLM did not compute. In
             this case, every sequence may read the cache.
     """

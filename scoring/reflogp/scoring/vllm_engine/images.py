@@ -46,7 +46,6 @@ class _Processed:
     Attributes:
         ids: token ids from the first to the last image token, including text tokens between them, int64 (n,).
         is_image: for each token in `ids`, whether the model replaces it with the image's features, bool (n,).
-        size: size of the tensors in `item`, in bytes.
     """
 
     item: Any

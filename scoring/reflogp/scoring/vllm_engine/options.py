@@ -70,7 +70,6 @@ class Loading:
 
     Attributes:
         no_images: clause that says why vLLM cannot use this model to score rows with images, or None if vLLM can.
-        top_k: number of most probable tokens to return for each position.
     """
 
     options: dict[str, Any]
