@@ -32,6 +32,9 @@ class Adapter:
     config: dict[str, Any]
     weight_file: Path
 
+    def tensors(self) -> dict[str, StoredTensor]:
+        return _header(self.weight_file)[1]
+
 
 @dataclass(frozen=True)
 class StoredTensor:

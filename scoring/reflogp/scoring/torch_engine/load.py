@@ -119,9 +119,8 @@ def _enlarge_vocabulary(model: Any, adapter: Adapter) -> None:
     """Give the model as many token embeddings as the adapter's file has, if it has more: it was trained with new tokens."""
     parts = (model.get_input_embeddings(), model.get_output_embeddings())
     names = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if any(module is part for part in parts)}
-    with safe_open(adapter.weight_file, framework="pt") as file:
-        shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 - the file is not a dictionary
-    rows = max((shape[0] for key, shape in shapes.items() if key.split(".")[-2:-1] and key.split(".")[-2] in names), default=0)
+    tables = (tensor for key, tensor in adapter.tensors().items() if key.split(".")[-2:-1] and key.split(".")[-2] in names)
+    rows = max((tensor.shape[0] for tensor in tables), default=0)
     if rows > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(rows, mean_resizing=False)
 

@@ -6,7 +6,6 @@ This module does not import vLLM.
 from __future__ import annotations
 
 import json
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -222,7 +221,7 @@ def _rank(adapter: Adapter) -> int:
     advice = "use --engine torch, or merge the adapter into the model (peft: merge_and_unload) and use the merged model"
     if config.get("peft_type") != "LORA":
         raise EngineError(f"{adapter.folder}: vLLM supports only LoRA adapters, not {config.get('peft_type')}; {advice}")
-    tables = sorted({name for name in _tensors(adapter.weight_file) if any(table in name for table in _TABLES)})
+    tables = sorted({name for name in adapter.tensors() if any(table in name for table in _TABLES)})
     if config.get("modules_to_save") or tables:
         what = tables[0] if tables else config["modules_to_save"][0]
         raise EngineError(
@@ -239,11 +238,5 @@ def _targets(adapter: Adapter) -> list[str]:
 
     For the tensor "….self_attn.q_proj.lora_A.weight", for example, the component is "q_proj".
     """
-    names = (name.partition(".lora_")[0] for name in _tensors(adapter.weight_file) if ".lora_" in name)
+    names = (name.partition(".lora_")[0] for name in adapter.tensors() if ".lora_" in name)
     return sorted({name.rpartition(".")[2] for name in names})
-
-
-def _tensors(file: Path) -> list[str]:
-    with file.open("rb") as handle:
-        (size,) = struct.unpack("<Q", handle.read(8))
-        return [name for name in json.loads(handle.read(size)) if name != "__metadata__"]
