@@ -27,10 +27,6 @@ class NotScoredError(ReflogpError):
         self.summary = summary
 
 
-class OtherEngineError(ReflogpError):
-    """The stored values of some rows were computed by another engine than `strict_engine` names."""
-
-
 class EngineError(ReflogpError):
     """The engine cannot load a model, or cannot score with it."""
 

@@ -180,18 +180,17 @@ def joined_windows(
     A window in which no row can be tokenized is not yielded. A window in which no row has values is yielded without rows.
     `summary.coverage` is set only after the last window.
     """
-    counting, begun = RowCount(dataset), False
+    counting, begun, watcher = RowCount(dataset), False, watcher or ProgressCallbacks()
     summary.versus_reference_id = versus.snapshot.reference_id if versus else ""
     for window in dataset:
-        if watcher and not begun and counting.rows is not None:
+        if not begun and counting.rows is not None:
             watcher.begin(counting.rows)
             begun = True
         summary.rows += len(window.table) + len(window.problems)
         summary.notes += window.notes
         for row, problem in window.problems.items():
             _bad(summary, watcher, row, problem)
-        if watcher:
-            watcher.advance(window.row_count(), 0)
+        watcher.advance(window.row_count(), 0)
         if not len(window.table):
             continue
         asked = ask(window.table, max_length=settings.max_length, truncation_mode=settings.truncation_mode)
@@ -258,12 +257,11 @@ def _nested(arrays: list[npt.NDArray[Any]], k: int) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(np.cumsum([0, *lengths], dtype=np.int32)), inner)
 
 
-def _bad(summary: JoinSummary, watcher: ProgressCallbacks | None, row: int, problem: str) -> None:
+def _bad(summary: JoinSummary, watcher: ProgressCallbacks, row: int, problem: str) -> None:
     summary.bad_rows += 1
     if len(summary.bad_row_numbers) < NAMED_ROWS:
         summary.bad_row_numbers.append(row)
-    if watcher:
-        watcher.bad_row(row, problem)
+    watcher.bad_row(row, problem)
 
 
 def with_columns(dataset: Any, source: RowSource, windows: Callable[[RowSource, bool], Iterator[JoinedWindow]]) -> Any:

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from reflogp.scoring.data.tokenize import RowCount, StoppedError, TokenizedRows, TokenizedWindows
-from reflogp.scoring.errors import OtherEngineError
+from reflogp.scoring.errors import EngineError
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.misses import Committed, Event, Failed, Miss, Scored
 from reflogp.scoring.runs.pipeline import EngineScheduler
@@ -147,7 +147,7 @@ def score_dataset(
         top_k: number of most probable tokens of each position to store too. The scheduler's engines must compute as many.
 
     Raises:
-        OtherEngineError: an engine other than `strict_engine` computed a row's stored values.
+        EngineError: an engine other than `strict_engine` computed a row's stored values.
     """
     settings = settings or TrainerSettings()
     check_truncation(settings.max_length, settings.truncation_mode)
@@ -385,7 +385,7 @@ def images_for_engine(rows: TokenizedRows) -> list[SequenceImages | None]:
 def _refuse_other_engines(stored: ValuesFound, places: npt.NDArray[np.int64], engine: str) -> None:
     others = {str(made.get("engine", "unknown")) for made in stored.provenances(places)} - {engine}
     if others:
-        raise OtherEngineError(
+        raise EngineError(
             f"the store has values from {', '.join(sorted(others))} for this dataset, but --strict-engine allows only values "
             f"from {engine}; use a different store, or omit --strict-engine (values from different engines differ by rounding)"
         )

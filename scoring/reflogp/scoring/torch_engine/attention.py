@@ -48,10 +48,6 @@ _GATHERED_BYTES = 1 << 30
 _BOTH_WAYS = "images whose tokens attend to each other in both directions are not supported"
 
 
-class UnsupportedAttentionError(RuntimeError):
-    """A layer needs a feature that packed attention does not support."""
-
-
 class KernelFailedError(RuntimeError):
     """An attention kernel raised an error. The self-check catches this exception and tries the next kernel."""
 
@@ -288,23 +284,23 @@ def packed_attention(
         softcap: if set, each score becomes softcap * tanh(score / softcap) (Gemma 2, arxiv.org/abs/2408.00118).
         kwargs: arguments that only some models pass. `s_aux`, shape (heads,), contains the attention sinks of gpt-oss: for each
             head, an extra logit that is part of the softmax but has no value vector. A `position_bias`, or `is_causal=False`,
-            raises UnsupportedAttentionError. Other arguments, such as dropout, are ignored.
+            raises RuntimeError. Other arguments, such as dropout, are ignored.
 
     Returns:
         The attention output, shape (1, tokens, heads, value size), and None, because no attention weights are returned.
 
     Raises:
-        UnsupportedAttentionError: the layer has a mask or a position bias, the layer is not causal self-attention, or `packed`
+        RuntimeError: the layer has a mask or a position bias, the layer is not causal self-attention, or `packed`
             has not set a layout.
         KernelFailedError: the chosen kernel raised an error other than an out-of-memory error.
     """
     layout: PackLayout | None = getattr(_current, "layout", None)
     if layout is None:
-        raise UnsupportedAttentionError("packed attention was called, but no pack is being computed in this thread")
+        raise RuntimeError("packed attention was called, but no pack is being computed in this thread")
     if kwargs.get("position_bias") is not None or attention_mask is not None or kwargs.get("is_causal") is False:
-        raise UnsupportedAttentionError("the layer has its own mask or position bias, or is not causal")
+        raise RuntimeError("the layer has its own mask or position bias, or is not causal")
     if getattr(module, "is_causal", True) is False or query.shape[0] != 1 or query.shape[2] != key.shape[2]:
-        raise UnsupportedAttentionError("the layer is not causal self-attention")
+        raise RuntimeError("the layer is not causal self-attention")
     layout.layers_seen += 1
     layout.windows_seen += sliding_window is not None
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5

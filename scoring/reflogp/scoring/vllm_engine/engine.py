@@ -37,13 +37,7 @@ from reflogp.scoring.torch_engine.sequences import (
     problem_of,
     top_logps_of,
 )
-from reflogp.scoring.vllm_engine.answers import (
-    Answer,
-    Request,
-    VllmEndedError,
-    believable,
-    problem_of_answer,
-)
+from reflogp.scoring.vllm_engine.answers import Answer, Request, VllmEndedError, believable, problem_of_answer
 from reflogp.scoring.wire import sent_images
 from reflogp.store import Reference
 

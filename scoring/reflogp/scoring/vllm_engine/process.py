@@ -127,10 +127,7 @@ class Scorer:
             prompt = self.images.prompt(request, salt)
             try:
                 self._engine.add_request(str(number), prompt, settings)
-            except (
-                ValueError,
-                self._client_error,
-            ) as error:  # for example, an image is too large
+            except (ValueError, self._client_error) as error:  # for example, an image is too large
                 raise ImageRefusedError(f"vLLM refuses the sequence: {first_line(error)[:200]}") from error
         self._flying[str(number)] = request
         self._blocks += self._blocks_of(len(ids))
