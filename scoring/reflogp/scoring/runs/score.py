@@ -8,11 +8,11 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from contextvars import copy_context
 from dataclasses import asdict, dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,7 @@ from reflogp.store.texts import counted, hide_secrets, short_repr
 from reflogp.store.top import ValuesFound, ValuesSnapshot, ValuesTable
 from reflogp.store.windows import TrainerSettings, Windows, check_truncation
 
-#: Maximum number of windows (groups of consecutive rows) that wait in the queue of Prefetch after their keys were looked up.
+#: Maximum number of windows (groups of consecutive rows) that wait in a queue after their keys were looked up.
 _WINDOWS_AHEAD = 2
 #: Fields of the summary that become attributes of the trace's root span.
 _TRACED = ("rows", "bad_rows", "sequences", "hits", "duplicates", "scored", "failed", "tokens", "snapshot")
@@ -165,9 +165,9 @@ def score_dataset(
         run = _Run(table, before, scheduler, summary, watcher or ProgressCallbacks(), strict_engine)
         scheduler.open(table, run.note)
         looked_up = _looked_up(dataset, before, settings)
-        with closing(Prefetch(looked_up, _WINDOWS_AHEAD, "reflogp-read")) as windows_ahead:
+        with closing(_WindowsAhead(looked_up)) as ahead:
             try:
-                for window in windows_ahead.items(scheduler.look):
+                for window in ahead.windows(scheduler.look):
                     run.take(window)
                 run.finish()
             except BaseException:
@@ -197,7 +197,7 @@ class _Window:
     images: list[SequenceImages | None]
 
 
-def _looked_up(dataset: TokenizedWindows, before: ValuesSnapshot, settings: TrainerSettings) -> Iterator[_Window]:
+def _looked_up(dataset: TokenizedWindows, before: ValuesSnapshot, settings: TrainerSettings) -> Generator[_Window]:
     """Yield the windows of a dataset, each with the values that the snapshot `before` has for the window's rows.
 
     This generator runs in its own thread.
@@ -391,34 +391,29 @@ def _refuse_other_engines(stored: ValuesFound, places: npt.NDArray[np.int64], en
         )
 
 
-T = TypeVar("T")
-
-#: Maximum number of seconds that `close` waits for the thread. If the thread is still producing an item after this time, it
-#: ends when the item is finished, or when the process exits.
+#: Maximum number of seconds that `close` waits for the thread. If the thread is still making a window after this time, it ends
+#: when the window is finished, or when the process exits.
 _LAST_SECONDS = 5.0
 #: Seconds between two calls of `meanwhile`. While the queue is full, the thread also checks at this interval whether `close`
 #: was called.
 _LOOK_SECONDS = 0.1
 
 
-class Prefetch(Generic[T]):
-    """An iterable whose items a background thread produces in advance. Close it, so that the thread is stopped.
+class _WindowsAhead:
+    """The windows of `_looked_up`, which a background thread makes in advance. Close it, so that the thread is stopped.
 
     The thread runs in a copy of the caller's context, so that its spans belong to the caller's trace.
-
-    Args:
-        items: the iterable that produces the items. The thread iterates over it. A generator is then closed in the same thread.
     """
 
-    def __init__(self, items: Iterable[T], depth: int, name: str) -> None:
-        self._items = items
-        self._made: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(depth)
+    def __init__(self, windows: Generator[_Window]) -> None:
+        self._windows = windows
+        self._made: queue.Queue[_Window | BaseException | None] = queue.Queue(_WINDOWS_AHEAD)
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=copy_context().run, args=(self._make,), name=name, daemon=True)
+        self._thread = threading.Thread(target=copy_context().run, args=(self._make,), name="reflogp-read", daemon=True)
         self._thread.start()
 
-    def items(self, meanwhile: Callable[[], None]) -> Iterator[T]:
-        """Yield the items. If the iterable raises an error, raise the error after all earlier items have been yielded."""
+    def windows(self, meanwhile: Callable[[], None]) -> Iterator[_Window]:
+        """Yield the windows. An error of the thread is raised after all earlier windows have been yielded."""
         while True:
             try:
                 made = self._made.get(timeout=_LOOK_SECONDS)
@@ -429,7 +424,7 @@ class Prefetch(Generic[T]):
                 return
             if isinstance(made, BaseException):
                 raise made
-            yield made[0]
+            yield made
 
     def close(self) -> None:
         self._closing.set()
@@ -437,19 +432,16 @@ class Prefetch(Generic[T]):
 
     def _make(self) -> None:
         last: BaseException | None = None
-        items = iter(self._items)
         try:
-            for item in items:
-                if not self._put((item,)):
-                    break
+            with closing(self._windows):  # in this thread, where the generator entered its context managers
+                for window in self._windows:
+                    if not self._put(window):
+                        break
         except BaseException as error:
             last = error
-        finally:
-            if isinstance(items, Iterator) and hasattr(items, "close"):
-                items.close()  # in this thread, where the generator entered its context managers
         self._put(last)
 
-    def _put(self, made: tuple[T] | BaseException | None) -> bool:
+    def _put(self, made: _Window | BaseException | None) -> bool:
         while not self._closing.is_set():
             try:
                 self._made.put(made, timeout=_LOOK_SECONDS)
