@@ -22,8 +22,7 @@ from vllm_process import VLLM_PYTHON
 
 from reflogp.cli.console import quiet_libraries
 from reflogp.cli.demo_model import train_tokenizer
-from reflogp.scoring.data.encode import tokenize_examples
-from reflogp.scoring.data.shape import examples_of
+from reflogp.scoring.data.encode import tokenize_rows
 from reflogp.scoring.engines import Engine, EngineChoice
 from reflogp.scoring.torch_engine import TorchEngine
 from reflogp.scoring.torch_engine.packing import packs
@@ -39,9 +38,8 @@ def read_pairs(file: Path, count: int) -> list[dict[str, Any]]:
 
 
 def tokenize(name: str, rows: list[dict[str, Any]], tokenizer: Any) -> Pairs:
-    examples = [example for row in rows for example in examples_of(row, "preference")]
-    found = tokenize_examples(examples, tokenizer)
-    return Pairs(name, [(p, c, r) for p, (c, r) in found if len(c) and len(r)])
+    found = tokenize_rows(rows, "preference", tokenizer)
+    return Pairs(name, [(p, c, r) for [(p, (c, r))] in found if len(c) and len(r)])
 
 
 def make_tokenizer(rows: list[dict[str, Any]], vocab_size: int = VOCABULARY) -> Any:

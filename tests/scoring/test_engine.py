@@ -15,8 +15,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from reflogp.scoring.data.encode import tokenize_examples
-from reflogp.scoring.data.shape import examples_of
+from reflogp.scoring.data.encode import tokenize_rows
 from reflogp.scoring.errors import EngineError, InvalidSequencesError
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from reflogp.scoring.torch_engine.load import in_memory
@@ -34,8 +33,7 @@ def random_sequences(count: int, vocab: int = 128, longest: int = 60, seed: int 
 
 
 def tokenized_pairs(rows, tokenizer) -> list[Sequence]:
-    examples = [example for row in rows for example in examples_of(row, "preference")]
-    return [Sequence(p, c) for p, completions in tokenize_examples(examples, tokenizer) for c in completions]
+    return [Sequence(p, c) for [(p, sides)] in tokenize_rows(rows, "preference", tokenizer) for c in sides]
 
 
 def test_float32_equals_a_plain_forward_on_real_pairs(reference_folder, pair_rows, tokenizer):

@@ -7,12 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from reflogp.scoring.data.encode import tokenize_examples
-from reflogp.scoring.data.shape import examples_of
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.torch_engine import Sequence
 from reflogp.store import describe_reference
 from tests.conftest import REPOSITORY, save_llama
+from tests.scoring.test_engine import tokenized_pairs
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, for each vLLM that a test starts
 VLLM_PYTHON = Path(os.environ.get("REFLOGP_VLLM_PYTHON", REPOSITORY / ".venv-vllm" / "bin" / "python"))
@@ -28,8 +27,7 @@ def model(tokenizer, tmp_path_factory) -> str:
 @pytest.fixture(scope="session")
 def pairs(pair_rows, tokenizer) -> list[Sequence]:
     """The sequences of the 300 shipped pairs."""
-    examples = [example for row in pair_rows for example in examples_of(row, "preference")]
-    return [Sequence(prompt, side) for prompt, sides in tokenize_examples(examples, tokenizer) for side in sides]
+    return tokenized_pairs(pair_rows, tokenizer)
 
 
 @pytest.fixture(scope="session")

@@ -107,27 +107,19 @@ def _of_row(work: Callable[[], list[Any]]) -> list[Any]:
 
 
 def _rendered(columns: dict[str, Any], form: Format, tokenizer: PreTrainedTokenizerBase) -> list[list[Any] | RowError]:
-    return _rendered_examples(examples_of(columns, form), tokenizer)
+    rendered: list[list[Any] | RowError] = []
+    for example in examples_of(columns, form):
+        try:
+            rendered.append(render(example, tokenizer))
+        except RowError as error:
+            rendered.append(error)
+    return rendered
 
 
 def _with_images(columns: dict[str, Any], images: tuple[RowImage, ...] | RowError, tokens: ImageTokens) -> list[Tokens]:
     if isinstance(images, RowError):
         raise images
     return [image_row_tokens(columns, [(image.digest, image.kind) for image in images], tokens)]
-
-
-def tokenize_examples(examples: list[Example], tokenizer: PreTrainedTokenizerBase) -> list[Tokens | RowError]:
-    return encode(_rendered_examples(examples, tokenizer), tokenizer)
-
-
-def _rendered_examples(examples: list[Example], tokenizer: PreTrainedTokenizerBase) -> list[list[Any] | RowError]:
-    rendered: list[list[Any] | RowError] = []
-    for example in examples:
-        try:
-            rendered.append(render(example, tokenizer))
-        except RowError as error:
-            rendered.append(error)
-    return rendered
 
 
 def encode(rendered: list[list[Any] | RowError], tokenizer: PreTrainedTokenizerBase) -> list[Tokens | RowError]:
