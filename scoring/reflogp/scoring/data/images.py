@@ -68,8 +68,6 @@ class RowImage:
     def encoded(self) -> bytes:
         """Return the image as encoded bytes that decode to exactly the same pixels.
 
-        A decoded image from the dataset is encoded as PNG, or as TIFF if PNG cannot store it without loss.
-
         Raises RowError if TIFF cannot store it without loss either, or if the image's file has changed or cannot be read.
         """
         source = self.source.read() if isinstance(self.source, ImageFile) else self.source

@@ -71,7 +71,6 @@ class RowSource:
         data: a local path, the name of a dataset on the Hugging Face Hub (a hub dataset), or the URI of a file on the Hub
             (hf://datasets/ORGANISATION/NAME[@REVISION]/PATH). The path can be that of a file, of a folder saved by `datasets`
             (a saved dataset), or of a folder of files in one format.
-        split: the split to read from a hub dataset or a saved DatasetDict.
         confined: True for a dataset that somebody else has written. Only local files are then read: names of hub datasets and
             hf:// URIs are rejected, and so are saved datasets whose metadata names files outside their folder.
         open_image: function that opens an image file. It takes the path that a row contains, and returns a file descriptor. If

@@ -80,10 +80,7 @@ class TokenizedRows:
 
 
 def load_tokenizer(model: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model folder. If an adapter's folder has no tokenizer, load the base model's tokenizer.
-
-    Raises TokenizerError if no tokenizer can be loaded.
-    """
+    """Load the tokenizer of a model folder. If an adapter's folder has no tokenizer, load the base model's tokenizer."""
     return read_tokenizer_files(model, trust_remote_code).load()
 
 
@@ -291,11 +288,7 @@ def chosen_tokenizer(
 def chosen_processor(
     model: str, tokenizer: str | None = None, chat_template: str | None = None, trust_remote_code: bool = False
 ) -> VisionProcessor | None:
-    """Load the processor for pairs with images. Return None if the model accepts only text, or if there are no processor files.
-
-    If `tokenizer` is given, the processor is loaded from the tokenizer's folder, not from the model's. Raises UsageError in the
-    same cases as `chosen_tokenizer`, and TokenizerError if the processor cannot be loaded.
-    """
+    """Load the processor for pairs with images, or return None if the model accepts only text, or has no processor files."""
     folder = model if tokenizer is None else str(resolve_model(tokenizer, None, weights=False))
     template = None if chat_template is None else _text_of(chat_template)
     return load_processor(folder, model, template, trust_remote_code)

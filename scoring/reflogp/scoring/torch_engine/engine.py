@@ -230,15 +230,6 @@ class TorchEngine:
                 then computed only once, and most passes are full. The engine iterates over `groups` in a background thread. The
                 iterator must not block. If no sequences are available yet, it must yield an empty group. For an empty group,
                 `flow` waits for the pass in flight and yields its outcomes, or an empty list if no pass is in flight.
-
-        Yields:
-            For each pass, a list of (index, outcome). The index of a sequence is counted from 0 across all groups. The outcome
-            is token_logps, or a message that says why the sequence has no values. There are three possible reasons: the
-            sequence does not fit in memory even when it is scored alone, its values are not finite, or one of its images can
-            no longer be read.
-
-        Raises:
-            EngineError: a pass failed or could not be prepared. The outcomes of all earlier passes have already been yielded.
         """
         waiting: dict[int, Sequence] = {}
         again: deque[Unit] = deque()
@@ -397,12 +388,7 @@ class TorchEngine:
             yield from self._units_of(places, waiting)
 
     def _units_of(self, places: list[int], waiting: dict[int, Sequence]) -> Iterator[Unit]:
-        """Divide the sequences into passes of at most `_pass_limit` tokens, and yield the passes.
-
-        A sequence that is longer than this limit, or longer than the model's `rope_limit`, is scored alone. Sequences with an
-        attention mask are scored in padded batches. Sequences with images are not mixed with text-only sequences in a pass, and
-        all images of a pass have the same processor settings.
-        """
+        """Divide the sequences into passes of at most `_pass_limit` tokens, and yield the passes."""
         limit = self._loaded.rope_limit
         groups: list[list[int]] = []
         plain: list[int] = []

@@ -28,8 +28,6 @@ class Unit:
             `TorchEngine.flow` launches, the indices of the sequences are counted across all groups.
         tokens: number of tokens in the pass, including padding.
         token_counts: token counts of the pass, without padding.
-        with_images: if the pack has images, the sequences that the indices in `work.members` refer to; None otherwise.
-        is_single: True if `work` is a single sequence that the model's own forward scores.
     """
 
     work: Pack | list[Sequence]

@@ -61,8 +61,6 @@ def forward_padded(
 ) -> torch.Tensor:
     """Return the log-probs of a batch's completion tokens, concatenated in the order of the batch.
 
-    The result is a tensor of `Head.logps` on the device.
-
     The batch is padded on the right. A sequence with an attention mask already contains padding. This padding stays in place,
     and the mask is passed to the model. The sequences must either all have images or all be text-only.
     """
@@ -142,10 +140,7 @@ def attention_of(model: Any, names: AttentionNames) -> Iterator[None]:
 
 
 def padded_batches(sequences: list[Sequence], token_budget: int) -> Iterator[list[int]]:
-    """Yield batches of sequence indices, longest sequences first.
-
-    A batch has at most `token_budget` tokens, including padding. A sequence with more tokens gets its own batch.
-    """
+    """Yield batches of sequence indices, longest sequences first."""
     lengths = [len(sequence) for sequence in sequences]
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

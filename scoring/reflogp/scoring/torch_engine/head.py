@@ -61,10 +61,8 @@ class Head:
         autocast: dtype of torch.autocast if the model runs under autocast; None otherwise.
 
     Attributes:
-        backbone: the part of the model that computes hidden states.
         logits: the function that turns the head's matrix product into logits. If no such function was found (see
             `_find_logits`), the attribute is None, and the model's own forward computes the logits.
-        top_k: number of most probable tokens to return with each log-prob.
     """
 
     def __init__(self, model: Any, float32: bool = False, autocast: torch.dtype | None = None) -> None:

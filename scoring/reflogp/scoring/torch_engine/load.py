@@ -33,7 +33,6 @@ class LoadedModel:
     """A model that is ready for scoring, and its limits.
 
     Attributes:
-        model: transformers model in evaluation mode on `device`; its parameters have no gradients.
         autocast: dtype of matrix products under torch.autocast; None if autocast is not used.
         vocab_size: number of rows of the output embedding; token ids must be smaller than this number.
         max_positions: maximum number of tokens of a sequence; None if there is no limit.
@@ -168,11 +167,7 @@ def load_model(model: str | Checkpoint, dtype: str, device: str, trust_remote_co
 
 
 def require_device(checkpoint: Checkpoint, dtype: str, device: str, trust_remote_code: bool = False) -> None:
-    """Raise OutOfMemoryError if a model would not fit even on an otherwise empty device. No weights are read.
-
-    The arguments are the same as for `load_model`. Also raises EngineError if the device cannot be used or transformers does
-    not support the model.
-    """
+    """Raise OutOfMemoryError if a model would not fit even on an otherwise empty device. No weights are read."""
     where = choose_device(device)
     with torch.random.fork_rng([where] if where.type == "cuda" else []), _unloadable(checkpoint.folder):
         config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code, local_files_only=True)

@@ -18,10 +18,7 @@ _SUM_ROWS = 16
 
 @dataclass(frozen=True)
 class Logits:
-    """Turns the product of hidden states and output embedding into logits: softcap * tanh(scale * product / softcap).
-
-    If `softcap` is None, the logits are scale * product.
-    """
+    """Turns the product of hidden states and output embedding into logits: softcap * tanh(scale * product / softcap)."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -39,7 +36,6 @@ def eager(product: torch.Tensor, logits: Logits, scale: float, targets: torch.Te
 
     Args:
         product: hidden states times output embedding, shape (rows, columns), in any dtype.
-        logits: function that turns the product into logits.
         scale: the logits are multiplied by this number (1 / temperature).
         targets: column of each row's target, int64 (rows,).
     """

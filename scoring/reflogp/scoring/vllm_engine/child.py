@@ -108,10 +108,7 @@ class VllmProcess:
 
 
 class _Inboxes:
-    """Maps the number of each request that has no response yet to the queue that will receive the response.
-
-    This object is shared by the thread that sends requests and the thread that reads responses.
-    """
+    """Maps the number of each request that has no response yet to the queue that will receive the response."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -251,10 +251,7 @@ class VllmEngine:
         return {index for index, reads in zip(ordered, safe, strict=True) if reads}
 
     def _split(self, sequences: Mapping[int, Sequence], ordered: list[int]) -> Iterator[list[int]]:
-        """Split `ordered` into passes, each with at most `token_budget` tokens and `_IMAGE_BYTES` bytes of encoded images.
-
-        If a single sequence exceeds a limit, it is the only sequence in its pass.
-        """
+        """Split `ordered` into passes, each with at most `token_budget` tokens and `_IMAGE_BYTES` bytes of encoded images."""
         batch: list[int] = []
         tokens = size = 0
         digests: set[bytes] = set()

@@ -78,12 +78,7 @@ class Loading:
 
 
 def parse_options(entries: list[str]) -> dict[str, Any]:
-    """Parse the NAME=VALUE entries of --vllm-option.
-
-    Each value is parsed as JSON, or kept as a string if it is not valid JSON.
-
-    Raises UsageError if an entry has no "=", or for the reasons that `check_options` gives.
-    """
+    """Parse the NAME=VALUE entries of --vllm-option."""
     options: dict[str, Any] = {}
     for entry in entries:
         name, equals, text = entry.partition("=")
