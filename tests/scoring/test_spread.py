@@ -24,7 +24,7 @@ from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.machine import Place, gpus_in_a_child, places
-from reflogp.scoring.runs import unit_queue, watch
+from reflogp.scoring.runs import scheduler, unit_queue
 from reflogp.scoring.runs.misses import Miss
 from reflogp.scoring.runs.processes import LocalWorkers
 from reflogp.scoring.runs.unit_queue import LEAST, UnitQueue, unit_size
@@ -94,8 +94,8 @@ def test_killed_workers_lose_nothing(has_images, score, llava, tmp_path):
 
 @pytest.mark.slow
 def test_workers_that_are_stopped_are_ended_and_lose_nothing(score, tmp_path, monkeypatch):
-    monkeypatch.setattr(watch, "PING_SECONDS", 0.2)
-    monkeypatch.setattr(watch, "SILENT_SECONDS", 8.0)
+    monkeypatch.setattr(scheduler, "PING_SECONDS", 0.2)
+    monkeypatch.setattr(scheduler, "SILENT_SECONDS", 8.0)
     stopped = []
 
     def stop():
@@ -149,9 +149,9 @@ def test_three_devices_lost_in_a_row_end_the_run_and_what_was_committed_stays(sc
 
 @pytest.mark.slow
 def test_a_pass_that_never_ends_is_ended_and_its_sequence_is_found(score, tmp_path, reference_folder, monkeypatch):
-    monkeypatch.setattr(watch, "PING_SECONDS", 0.2)
-    monkeypatch.setattr(watch, "STUCK_SECONDS", 5.0)
-    monkeypatch.setattr(watch, "STUCK_STEPS", 2)
+    monkeypatch.setattr(scheduler, "PING_SECONDS", 0.2)
+    monkeypatch.setattr(scheduler, "STUCK_SECONDS", 5.0)
+    monkeypatch.setattr(scheduler, "STUCK_STEPS", 2)
     monkeypatch.setattr(unit_queue, "LEAST", 2)
     rows = token_rows(20, seed=3)
     rows[19]["rejected_ids"][4:8] = POISON
@@ -162,15 +162,15 @@ def test_a_pass_that_never_ends_is_ended_and_its_sequence_is_found(score, tmp_pa
 
 
 def test_slow_work_and_a_suspended_run_are_no_hang():
-    clock, answers = watch.Clock(), []
-    pulse = watch.Pulse(clock, lambda: answers[-1])
+    clock, answers = scheduler.Clock(), []
+    pulse = scheduler.Pulse(clock, lambda: answers[-1])
 
     def after(seconds, scored, longest=100):
-        clock.now += watch.PING_SECONDS
+        clock.now += scheduler.PING_SECONDS
         answers.append(Future())
         assert pulse.problem(longest) is None
         answers[-1].set_result(scored)
-        clock.now += seconds - watch.PING_SECONDS
+        clock.now += seconds - scheduler.PING_SECONDS
         return pulse.problem(longest)
 
     clock.now += 36_000
@@ -189,18 +189,18 @@ def test_slow_work_and_a_suspended_run_are_no_hang():
     clock.now += 860
     assert "scored nothing for 31 min" in pulse.problem(100)
 
-    unwatched = watch.Pulse(clock, lambda: None)
+    unwatched = scheduler.Pulse(clock, lambda: None)
     for _ in range(3):
         clock.now += 10_000
         assert unwatched.problem(longest=10) is None
-    silent = watch.Pulse(clock, Future)
-    clock.now += watch.PING_SECONDS
+    silent = scheduler.Pulse(clock, Future)
+    clock.now += scheduler.PING_SECONDS
     assert silent.problem(0) is None
     now = clock.now
     clock._ticked_at -= 36_000  # the machine was suspended
     clock.tick()
     assert clock.now - now <= 5 and silent.problem(0) is None
-    clock.now += watch.SILENT_SECONDS + 1
+    clock.now += scheduler.SILENT_SECONDS + 1
     assert "has not responded for" in silent.problem(0)
 
 

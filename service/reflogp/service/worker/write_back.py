@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from reflogp.scoring.runs.committer import Committer
+from reflogp.scoring.runs.pipeline import Committer
 from reflogp.scoring.torch_engine.sequences import Sequence, Values, numbers_of
 from reflogp.store import ReflogpError, sequence_keys
 from reflogp.store.texts import counted
