@@ -12,7 +12,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 from reflogp.scoring.errors import EngineError, WorkerGoneError
 from reflogp.scoring.frames import encode, read_frame
@@ -22,14 +22,6 @@ from reflogp.store import ReflogpError, StoreUnavailableError, UsageError
 
 #: Classes of errors that are raised again as they are. Other errors are raised as ReflogpError.
 _ERRORS = {kind.__name__: kind for kind in (UsageError, EngineError, StoreUnavailableError, ReflogpError)}
-
-
-class Callee(Protocol):
-    @property
-    def prepare(self) -> Callable[..., dict[str, Any]]: ...
-    def score(self, content: bytes, again: bool) -> dict[str, Any]: ...
-    def progress(self) -> int: ...
-    def stop(self) -> None: ...
 
 
 class CalledWorker:
@@ -101,10 +93,10 @@ def _error(message: dict[str, Any]) -> ReflogpError:
     return _ERRORS[message["kind"]](message["error"])
 
 
-def answer_calls(connection: socket.socket, worker: Callee, on_end: Callable[[], None]) -> None:
+def answer_calls(connection: socket.socket, worker: Any, on_end: Callable[[], None]) -> None:
     """Answer the calls that arrive over a connection, several at a time, until the connection ends.
 
-    Then call `on_end`, and wait for the calls that are still open.
+    Then call `on_end`, and wait for the calls that are still open. `worker` has the methods of ScoringWorker.
     """
     sending = threading.Lock()
 
