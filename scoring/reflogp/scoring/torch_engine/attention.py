@@ -541,6 +541,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[0].transpose(0, 1).contiguous()
 
 
+@cache
 def _torch_varlen() -> Callable[..., Any]:
     from torch.nn.attention.varlen import varlen_attn
 
