@@ -1,8 +1,7 @@
-"""Requests that mean harm, over HTTP, to a service with tokens, roots and narrow bounds: all refused, none kills it."""
+"""Requests that mean harm, over HTTP, to a service with tokens and narrow bounds: all refused, none kills it."""
 
 import gzip
 import json
-import os
 import socket
 import time
 
@@ -17,76 +16,37 @@ SCOPES = {"reader": ["read"], "scorer": ["score"], "boss": ["admin"]}
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hostile")
-    root = folder / "root"
-    root.mkdir()
-    (folder / "secret.jsonl").write_text('{"secret": 1}\n')
-    (root / "out.jsonl").symlink_to(folder / "secret.jsonl")
-    (root / "away").symlink_to(folder)
-    (root / ".hidden.jsonl").write_text("{}\n")
-    (root / "notes.txt").write_text("no dataset")
-    os.mkfifo(root / "pipe.jsonl")
-    return folder
+    return tmp_path_factory.mktemp("hostile")
 
 
 @pytest.fixture(scope="module")
-def service(place, reference_folder):
+def service(place, reference_folder, warm_python):
     bounds = {"max_body_bytes": 200_000, "max_upload_bytes": 300_000, "max_uploads_bytes": 400_000}
     bounds |= {"max_score_sequences": 100, "max_score_tokens": 10_000}
-    datasets = {"dataset_roots": [str(place / "root")], "dataset_uris": ["s3://team/prefs/"]}
     tokens = {name: (token, SCOPES[name]) for name, token in TOKENS.items()}
-    file = settings_file(place, place / "store", {"ref": float32(reference_folder)}, tokens, **bounds, **datasets)
-    with running("--config", file) as found:
+    file = settings_file(place, place / "store", {"ref": float32(reference_folder)}, tokens, **bounds)
+    with running("--config", file, warm=warm_python) as found:
         yield found
 
 
 @pytest.fixture
 def ask(service):
-    """ask(method, path, token="boss", **options) -> answer; every refusal is a problem and names no path of the machine."""
+    """ask(method, path, token="boss", **options) -> answer; every refusal is a problem with a next step."""
 
     def send(method, path, token="boss", headers=None, **options):
         kind = "application/octet-stream" if method == "PUT" else "application/json"
         headers = {**({"authorization": f"Bearer {TOKENS[token]}"} if token else {}), "content-type": kind, **(headers or {})}
-        return httpx.request(method, service.url + path, headers=headers, timeout=20, **options)
+        answer = httpx.request(method, service.url + path, headers=headers, timeout=20, **options)
+        if answer.is_error:
+            assert answer.headers["content-type"] == "application/problem+json" and answer.json()["next_step"], answer.text
+            assert "Traceback" not in answer.text
+        return answer
 
     return send
 
 
 def job(**dataset):
     return {"reference": "ref", "dataset": dataset}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/etc/passwd",
-        "{root}/out.jsonl",
-        "{root}%2f..%2fsecret.jsonl",
-        "/proc/self/environ",
-        "relative.jsonl",
-        "/" + "a" * 5000,
-    ],
-)
-def test_paths_that_lead_elsewhere(ask, place, path):
-    answer = ask("POST", "/v1/jobs", json=job(path=path.format(root=place / "root")))
-    assert answer.status_code in (403, 404, 422), answer.text
-    assert "secret" not in answer.text.replace(json.dumps(path)[1:-1], "") and "root:" not in answer.text
-
-
-@pytest.mark.parametrize(
-    "uri",
-    [
-        "file:///etc/passwd",
-        "http://169.254.169.254/latest/meta-data.json",
-        "https://user:password@example.org/a.jsonl",
-        "s3://team/other/a.jsonl",
-    ],
-)
-def test_uris_that_lead_elsewhere(ask, uri):
-    answer = ask("POST", "/v1/jobs", json=job(uri=uri))
-    assert answer.status_code in (403, 404, 422), answer.text
-    assert "password" not in answer.text.replace(uri, "")
 
 
 @pytest.mark.parametrize(
@@ -111,6 +71,8 @@ def test_uris_that_lead_elsewhere(ask, uri):
         ("GET", "/v1/jobs/..%2f..%2fstate%2fjobs.sqlite/result", {}, (404,)),
         ("GET", "/static/..%2f..%2fsettings.py", {}, (404,)),
         ("GET", "/static/../../settings.py", {}, (404,)),
+        ("GET", "/nothing", {}, (404,)),
+        ("DELETE", "/v1/lookup", {}, (405,)),
         ("POST", "/v1/score?reference=ref", {"json": {"sequences": [{"prompt_ids": [-1], "completion_ids": [1]}]}}, (422,)),
         ("POST", "/v1/score?reference=ref", {"json": {"sequences": [{"prompt_ids": [2**40], "completion_ids": [1]}]}}, (422,)),
         (
@@ -125,7 +87,6 @@ def test_uris_that_lead_elsewhere(ask, uri):
 def test_requests_that_do_not_fit(ask, method, path, options, statuses):
     answer = ask(method, path, **options)
     assert answer.status_code in statuses, (answer.status_code, answer.text)
-    assert "Traceback" not in answer.text
 
 
 @pytest.mark.parametrize(
@@ -148,7 +109,8 @@ def test_who_may_what(ask, method, path, allowed):
     for token in TOKENS:
         assert (ask(method, path, token=token).status_code == 403) == (token not in allowed), token
     assert ask(method, path, token=None).status_code == 401
-    assert ask(method, path, token=None, headers={"authorization": "Bearer wrong"}).status_code == 401
+    for wrong in ("Bearer wrong", "Basic Z3Vlc3M6"):
+        assert ask(method, path, token=None, headers={"authorization": wrong}).status_code == 401
 
 
 def raw(service, data: bytes, wait: float = 5) -> bytes:

@@ -1,7 +1,6 @@
 """The service over HTTP, as it runs: a process, a port, a real store."""
 
 import itertools
-import os
 import struct
 import subprocess
 import sys
@@ -17,8 +16,6 @@ from pydantic import ValidationError
 
 from reflogp.client import (
     Client,
-    NotAllowedError,
-    RequestRefusedError,
     ServiceUnreachableError,
 )
 from reflogp.service.bodies import keys_of, sequences_of
@@ -29,7 +26,6 @@ from tests.service.serving import float32, running, serving, settings_file, wait
 from tests.store.rows import REFERENCE, some_rows
 
 ARROW_STREAM = "application/vnd.apache.arrow.stream"
-WHO_MAY_READ = {"scorer": 403, "reader": 200, "boss": 200}
 TOKENS = {"reader": "token-of-a-reader", "scorer": "token-of-a-scorer", "boss": "token-of-a-boss"}
 SCOPED = {name: (token, {"reader": ["read"], "scorer": ["score"], "boss": ["admin"]}[name]) for name, token in TOKENS.items()}
 
@@ -78,10 +74,6 @@ def test_a_lookup_gives_what_the_store_has_and_says_what_it_has_not(url):
         assert (found.reference_id, found.snapshot) == (REFERENCE.reference_id, 1)
         assert client.lookup(REFERENCE.reference_id, []).lengths.tolist() == []
         assert client.lookup(REFERENCE.reference_id, keys).token_logps is None
-
-
-def test_the_references_are_those_of_the_store(url):
-    with Client(url) as client:
         [reference] = client.references()
     assert (reference.reference_id, reference.sequences, reference.snapshot) == (REFERENCE.reference_id, 1000, 1)
 
@@ -95,27 +87,19 @@ def test_json_for_people(url):
     assert [len(values) if values else None for values in answer["token_logps"]] == [5, 5, None, None]
 
 
-def test_what_is_committed_later_is_seen_and_old_snapshots_stay(tmp_path, warm_python):
+def test_what_is_committed_later_is_seen_and_a_damaged_log_is_an_error_until_it_is_mended(tmp_path, warm_python):
     table = Store(tmp_path / "store").create_table(REFERENCE)
-    keys, rows = some_rows(0, 20)
+    keys, rows = some_rows(0, 30)
     table.append(rows.slice(0, 10))
     with serving("--store", tmp_path / "store", warm=warm_python) as url, Client(url) as client:
         assert (client.lookup(REFERENCE.reference_id, keys).lengths > 0).sum() == 10
-        table.append(rows.slice(10))
+        table.append(rows.slice(10, 10))
         table.compact()
         later = client.lookup(REFERENCE.reference_id, keys)
         assert ((later.lengths > 0).sum(), later.snapshot) == (20, 3)
         assert (client.lookup(REFERENCE.reference_id, keys, snapshot=1).lengths > 0).sum() == 10
-
-
-def test_a_damaged_log_is_an_error_until_it_is_mended(tmp_path, warm_python):
-    table = Store(tmp_path / "store").create_table(REFERENCE)
-    keys, rows = some_rows(0, 20)
-    table.append(rows.slice(0, 10))
-    with serving("--store", tmp_path / "store", warm=warm_python) as url, Client(url) as client:
-        assert (client.lookup(REFERENCE.reference_id, keys).lengths > 0).sum() == 10
-        table.append(rows.slice(10))
-        entry = Path(table.uri) / "_delta_log" / f"{2:020}.json"
+        table.append(rows.slice(20))
+        entry = Path(table.uri) / "_delta_log" / f"{4:020}.json"
         whole = entry.read_bytes()
         entry.write_bytes(whole[:10])
         body = {"keys": [key.hex() for key in keys.to_pylist()]}
@@ -124,24 +108,7 @@ def test_a_damaged_log_is_an_error_until_it_is_mended(tmp_path, warm_python):
         [listed] = client.references()
         assert (listed.reference_id, listed.snapshot) == (REFERENCE.reference_id, None)
         entry.write_bytes(whole)
-        assert (client.lookup(REFERENCE.reference_id, keys).lengths > 0).sum() == 20
-
-
-def test_a_named_model_is_asked_for_by_name(tmp_path, reference_folder, warm_python):
-    from reflogp.store import describe_reference
-
-    reference = describe_reference(str(reference_folder), "bfloat16")
-    keys, rows = some_rows(0, 5)
-    Store(tmp_path / "store").create_table(reference).append(rows)
-    with (
-        serving("--store", tmp_path / "store", "--model", f"sft={reference_folder}", warm=warm_python) as url,
-        Client(url) as client,
-    ):
-        [info] = client.references()
-        assert (info.name, info.reference_id) == ("sft", reference.reference_id)
-        assert client.lookup("sft", keys).lengths.tolist() == [5] * 5
-        with pytest.raises(RequestRefusedError, match=r"no reference named 'other'.*references lists"):
-            client.lookup("other", keys)
+        assert (client.lookup(REFERENCE.reference_id, keys).lengths > 0).sum() == 30
 
 
 def test_health_and_metrics(url):
@@ -176,23 +143,6 @@ def test_json_that_would_be_too_long_is_refused_and_a_stream_is_not(guarded):
         found = client.lookup(REFERENCE.reference_id, keys, values=True)
     assert [values.tolist() for values in found.token_logps] == some_rows(0, 1000)[1]["token_logps"].to_pylist()[:500]
     assert found.lengths.tolist() == [5] * 500 and found.snapshot == 1
-
-
-def test_the_client_names_what_is_not_allowed(guarded):
-    with Client(guarded, token="guess") as client, pytest.raises(NotAllowedError, match="bearer token") as caught:
-        client.references()
-    assert caught.value.status == 401
-    for header, detail in {"Basic Z3Vlc3M6": "does not contain a bearer token", "bearer guess": "token is unknown"}.items():
-        answer = httpx.get(f"{guarded}/v1/references", headers={"authorization": header})
-        assert answer.status_code == 401 and answer.json()["detail"].endswith(detail)
-    assert httpx.get(f"{guarded}/healthz").status_code == 200
-
-
-def test_a_body_that_is_not_json_is_named(guarded):
-    headers = {"authorization": f"Bearer {TOKENS['scorer']}", "content-type": "application/json"}
-    answer = httpx.post(f"{guarded}/v1/jobs", content=b'{"path": }', headers=headers)
-    assert answer.status_code == 422
-    assert answer.json()["detail"] == "body: Invalid JSON: expected value at line 1 column 10"
 
 
 def bomb() -> bytes:
@@ -295,14 +245,6 @@ def test_bad_parameters_are_refused_with_a_problem(url, parameters, status):
     assert set(answer.json()) == {"type", "title", "status", "detail", "next_step"}
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status"), [("GET", "/nothing", 404), ("DELETE", "/v1/lookup", 405), ("GET", "/v1/../etc", 404)]
-)
-def test_unknown_routes_are_problems_too(url, method, path, status):
-    answer = httpx.request(method, url + path)
-    assert (answer.status_code, answer.headers["content-type"]) == (status, "application/problem+json")
-
-
 def test_a_service_that_is_not_there(monkeypatch):
     monkeypatch.setattr("reflogp.client.protocol.LONGEST_PAUSE", 0.01)
     with (
@@ -321,18 +263,10 @@ def test_the_openapi_document_is_kept(store, tmp_path, reference_folder, warm_py
     file = settings_file(tmp_path, store, dict.fromkeys(names, float32(reference_folder)), SCOPED)
     with running("--config", file, warm=warm_python) as service:
         service.worker_ready(token=TOKENS["boss"])
-        command = [sys.executable, "-m", "schemathesis.cli", "run", f"{service.url}/openapi.json", "--checks", "all"]
-        options = [
-            "--seed",
-            "5",
-            "--max-examples",
-            "40",
-            "--request-timeout",
-            "20",
-            "-H",
-            f"Authorization: Bearer {TOKENS['boss']}",
-        ]
-        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300)
+        command = [sys.executable, "-m", "schemathesis.cli", "run", f"{service.url}/openapi.json"]
+        command += ["--checks", "all", "--seed", "5", "--max-examples", "40", "--request-timeout", "20", "-H"]
+        command += [f"Authorization: Bearer {TOKENS['boss']}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:]
 
 
@@ -348,12 +282,6 @@ def test_the_schema_of_a_dataset_accepts_what_the_route_accepts():
         assert schema.is_valid(spec) == accepted, spec
 
 
-def reflogp(*arguments, **environment):
-    command = [sys.executable, "-c", "from reflogp.cli import main; main()", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | environment)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -365,24 +293,11 @@ def reflogp(*arguments, **environment):
         (["serve", "--store", "x", "--config", "/nowhere.toml"], "does not exist"),
         (["serve", "--store", "x", "--port", "99999"], "port"),
         (["serve", "--store", "ftp://x"], "the scheme is not supported"),
-        (["token", "me", "--scope", "everything"], "read, score, admin"),
     ],
 )
-def test_bad_settings_are_one_sentence(arguments, says):
-    done = reflogp(*arguments)
-    assert done.returncode in (1, 2)
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_token_is_shown_once_and_its_digest_opens_the_door(store, tmp_path, warm_python):
-    made = reflogp("token", "trainers", "--scope", "read")
-    secret, *lines = made.stdout.splitlines()
-    assert secret not in made.stderr
-    file = tmp_path / "serve.toml"
-    file.write_text("\n".join([f'store = "{store}"', *lines]))
-    with serving("--config", file, warm=warm_python) as url, Client(url, token=secret) as client:
-        assert len(client.references()) == 1
+def test_bad_settings_are_one_sentence(reflogp, arguments, says):
+    code, _, err = reflogp(*arguments)
+    assert code in (1, 2) and says in err
 
 
 def test_the_client_needs_no_torch():
