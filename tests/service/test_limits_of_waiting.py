@@ -10,7 +10,6 @@ import pytest
 
 from reflogp.client import Client, tables
 from reflogp.service import registry
-from reflogp.service.ledger import Ledger
 from reflogp.service.metrics import Metrics
 from reflogp.service.online import OnlineScoring
 from reflogp.service.problems import Problem
@@ -21,7 +20,6 @@ from reflogp.store import sequence_keys
 from reflogp.store.schema import ARROW_STREAM, stream_bytes
 from tests.conftest import write_rows
 from tests.service.serving import float32, running, settings_file, token_rows, wait_for
-from tests.service.test_ledger import put
 from tests.store.s3 import Relay, environment_of, s3_server
 
 
@@ -67,36 +65,6 @@ def test_lookups_of_different_references_do_not_wait_for_each_other(tmp_path, mo
     assert not meeting.broken and not any(thread.is_alive() for thread in threads)
 
 
-# The queue
-
-
-@pytest.fixture
-def ledger(tmp_path):
-    found = Ledger(tmp_path / "jobs.sqlite")
-    yield found
-    found.close()
-
-
-def test_a_full_queue_refuses_new_jobs_and_finds_known_ones(ledger):
-    first, _ = put(ledger, "one", most_queued=1)
-    with pytest.raises(Problem, match="too many jobs"):
-        put(ledger, "two", most_queued=1)
-    assert put(ledger, "one", most_queued=1) == (first, False)
-
-
-def test_a_job_that_is_submitted_after_its_cancellation_runs(ledger):
-    """While the worker still stops the first one."""
-    first, _ = put(ledger, "one")
-    ledger.claim([], 0)
-    assert ledger.cancel(first.id) == "running"
-    second, new = put(ledger, "one")
-    assert new and second.id != first.id
-    assert put(ledger, "one") == (second, False)
-    ledger.finish(first.id, "cancelled")
-    assert ledger.claim([], 0).id == second.id
-    assert ledger.retry(first.id)
-
-
 # Devices
 
 
@@ -140,66 +108,69 @@ def test_a_device_is_refused_only_if_all_are_full(online):
     assert refused.value.status == 429
 
 
-# A job whose store is away
+# A store that is away, or does not answer
+
+
+@pytest.fixture(scope="module")
+def remote(tmp_path_factory, reference_folder, warm_python):
+    """A service whose store is in a bucket, and what passes on the bucket's requests, or does not."""
+    folder = tmp_path_factory.mktemp("remote")
+    with s3_server("team") as reach, Relay(int(reach["AWS_ENDPOINT_URL"].rpartition(":")[2])) as relay:
+        models = {"ref": float32(reference_folder)}
+        file = settings_file(folder, "s3://team/logps", models, token_budget=64, commit_seconds=0.1, devices=["cpu"])
+        through = {**reach, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{relay.port}"}
+        with environment_of(through), running("--config", file, warm=warm_python) as service:
+            service.worker_ready()
+            yield service, relay
 
 
 @pytest.mark.slow
-def test_a_job_whose_store_is_away_waits_and_goes_on(reference_folder, tmp_path, warm_python):
-    with s3_server("team") as reach, Relay(int(reach["AWS_ENDPOINT_URL"].rpartition(":")[2])) as relay:
-        settings = {"token_budget": 64, "commit_seconds": 0.1, "devices": ["cpu"]}
-        file = settings_file(tmp_path, "s3://team/logps", {"ref": float32(reference_folder)}, **settings)
-        through = {**reach, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{relay.port}"}
-        with environment_of(through), running("--config", file, warm=warm_python) as service, Client(service.url) as client:
-            service.worker_ready()
-            job = client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(500, seed=3)), "ref").id
-            wait_for(client, job, lambda found: found.progress.scored > 20)
-            relay.say("cut")
-            wait_for(client, job, lambda found: "the store cannot be used" in (found.note or ""), 120)
-            relay.say("mend")
-            ended = client.watch(job, timeout=180)
-            assert (ended.state, ended.error) == ("done", None)
-            assert ended.summary["hits"] > 0 and ended.summary["hits"] + ended.summary["scored"] == 1000
-
-
-# A store that does not answer
+def test_a_job_whose_store_is_away_waits_and_goes_on(remote, tmp_path):
+    service, relay = remote
+    with Client(service.url) as client:
+        job = client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(500, seed=3)), "ref").id
+        wait_for(client, job, lambda found: found.progress.scored > 20)
+        relay.say("cut")
+        wait_for(client, job, lambda found: "the store cannot be used" in (found.note or ""), 120)
+        relay.say("mend")
+        ended = client.watch(job, timeout=180)
+    assert (ended.state, ended.error) == ("done", None)
+    assert ended.summary["hits"] > 0 and ended.summary["hits"] + ended.summary["scored"] == 1000
 
 
 @pytest.mark.slow
-def test_a_store_that_does_not_answer_holds_up_only_those_who_ask_it(reference_folder, tmp_path, warm_python):
-    with s3_server("team") as reach, Relay(int(reach["AWS_ENDPOINT_URL"].rpartition(":")[2])) as relay:
-        file = settings_file(tmp_path, "s3://team/logps", {"ref": float32(reference_folder)})
-        through = {**reach, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{relay.port}"}
-        with environment_of(through), running("--config", file, warm=warm_python) as service, Client(service.url) as client:
-            service.worker_ready()
-            rows = token_rows(40, seed=4)
-            client.watch(client.submit(write_rows(tmp_path / "rows.jsonl", rows), "ref").id, check=True)
-            keys = sequence_keys([row["prompt_ids"] for row in rows], [row["chosen_ids"] for row in rows])
-            assert (client.lookup("ref", keys).lengths == 20).all()
-            relay.say("silence")
-            body = {"content": stream_bytes(tables.key_table(keys)), "headers": {"content-type": ARROW_STREAM}}
-            askers = [
-                threading.Thread(target=asked, args=(service.url, method, path, more), daemon=True)
-                for method, path, more in (("GET", "/v1/references", {}), ("POST", "/v1/lookup?reference=ref", body)) * 30
-            ]
-            for asker in askers:
-                asker.start()
-            slowest = 0.0
-            client.score("ref", [[5, 6]], [[7]], deadline=10)  # the first one finds out
-            until = time.monotonic() + 20
-            while time.monotonic() < until:
-                for path in ("/healthz", "/v1/jobs", "/readyz", "/metrics"):
-                    began = time.monotonic()
-                    answer = httpx.get(service.url + path, timeout=15)
-                    slowest = max(slowest, time.monotonic() - began)
-                    assert answer.status_code == 200 or path == "/readyz"
+def test_a_store_that_does_not_answer_holds_up_only_those_who_ask_it(remote, tmp_path):
+    service, relay = remote
+    with Client(service.url) as client:
+        rows = token_rows(40, seed=4)
+        client.watch(client.submit(write_rows(tmp_path / "rows.jsonl", rows), "ref").id, check=True)
+        keys = sequence_keys([row["prompt_ids"] for row in rows], [row["chosen_ids"] for row in rows])
+        assert (client.lookup("ref", keys).lengths == 20).all()
+        relay.say("silence")
+        body = {"content": stream_bytes(tables.key_table(keys)), "headers": {"content-type": ARROW_STREAM}}
+        askers = [
+            threading.Thread(target=asked, args=(service.url, method, path, more), daemon=True)
+            for method, path, more in (("GET", "/v1/references", {}), ("POST", "/v1/lookup?reference=ref", body)) * 30
+        ]
+        for asker in askers:
+            asker.start()
+        slowest = 0.0
+        client.score("ref", [[5, 6]], [[7]], deadline=10)  # the first one finds out
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            for path in ("/healthz", "/v1/jobs", "/readyz", "/metrics"):
                 began = time.monotonic()
-                client.score("ref", [rows[0]["prompt_ids"]], [rows[0]["chosen_ids"]], deadline=10)
+                answer = httpx.get(service.url + path, timeout=15)
                 slowest = max(slowest, time.monotonic() - began)
-            assert slowest < 3, slowest
-            relay.say("mend")
-            for asker in askers:
-                asker.join(200)
-            assert (client.lookup("ref", keys).lengths == 20).all()
+                assert answer.status_code == 200 or path == "/readyz"
+            began = time.monotonic()
+            client.score("ref", [rows[0]["prompt_ids"]], [rows[0]["chosen_ids"]], deadline=10)
+            slowest = max(slowest, time.monotonic() - began)
+        assert slowest < 3, slowest
+        relay.say("mend")
+        for asker in askers:
+            asker.join(200)
+        assert (client.lookup("ref", keys).lengths == 20).all()
 
 
 def asked(url: str, method: str, path: str, more: dict) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import time
 
 import httpx
@@ -13,8 +15,7 @@ from reflogp.service.ledger import Ledger
 from reflogp.service.ledger_file import StateLock
 from reflogp.store.storage import open_filesystem
 from tests.conftest import write_rows
-from tests.service.serving import float32, running, settings_file, token_rows, wait_for, wait_until
-from tests.service.test_ledger import damage, locked
+from tests.service.serving import Service, float32, running, settings_file, token_rows, wait_for, wait_until
 from tests.store.s3 import Relay, environment_of, s3_server
 
 BYTES = {"content-type": "application/octet-stream"}
@@ -117,6 +118,8 @@ def test_a_full_disk_ends_nothing(service, client, place):
         wait_until(lambda: not ready(service.url))
         refused(httpx.delete(f"{service.url}/v1/jobs/{job}"))
         assert post(service.url, token_rows(1, seed=4)).status_code in (503, 507)
+        assert httpx.put(f"{service.url}/v1/uploads/a.jsonl", content=b"x" * 1000, headers=BYTES).status_code == 507
+        assert not list((place / "state" / "uploads").glob(".partial*"))
         wait_until(lambda: finished_unrecorded(place, client, job))
     finally:
         process.rlimit(psutil.RLIMIT_FSIZE, before)
@@ -199,9 +202,9 @@ def test_only_its_owner_can_open_a_state_folder_that_a_service_creates(tmp_path)
 
 
 @pytest.mark.slow
-def test_a_cancel_outlives_a_kill(tmp_path, reference_folder):
-    file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)}, token_budget=128, commit_seconds=0.1)
-    with running("--config", file) as service, Client(service.url) as client:
+def test_a_cancel_outlives_a_kill(serve, tmp_path):
+    slow = {"token_budget": 128, "commit_seconds": 0.1}
+    with serve(**slow) as service, Client(service.url) as client:
         wait_until(lambda: ready(service.url))
         job = client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(500, seed=8)), "ref").id
         waiting = client.submit(write_rows(tmp_path / "next.jsonl", token_rows(2, seed=9)), "ref").id
@@ -211,7 +214,7 @@ def test_a_cancel_outlives_a_kill(tmp_path, reference_folder):
         assert httpx.delete(f"{service.url}/v1/jobs/{job}").status_code == 202
         service.kill()
         worker.kill()
-    with running("--config", file) as service, Client(service.url) as client:
+    with serve(**slow) as service, Client(service.url) as client:
         wait_until(lambda: client.job(job).state == "cancelled")
         assert client.watch(waiting).state == "done"
         found = client.job(job)
@@ -222,7 +225,8 @@ def test_a_cancel_outlives_a_kill(tmp_path, reference_folder):
 @pytest.mark.slow
 def test_a_service_whose_ledger_is_damaged_stops(tmp_path, warm_python):
     (tmp_path / "store").mkdir()
-    with running("--config", settings_file(tmp_path, tmp_path / "store", {}), warm=warm_python) as service:
+    settings = settings_file(tmp_path, tmp_path / "store", {})
+    with running("--config", settings, warm=warm_python) as service:
         file = tmp_path / "state" / "jobs.sqlite"
         ledger = Ledger(file)
         damage(ledger, file)
@@ -235,4 +239,46 @@ def test_a_service_whose_ledger_is_damaged_stops(tmp_path, warm_python):
         assert str(tmp_path) not in page.text
         assert service.process.wait(60) == 1
     assert any("the service stops" in line for line in service.log)
-    assert any("mkdir -p" in line for line in service.log)
+    [told, *_] = [line for line in service.log if "mkdir -p" in line]
+    command = told.partition("`")[2].partition("`")[0]
+    with pytest.raises(AssertionError, match="is damaged"):
+        Service("--config", settings, warm=warm_python)
+    subprocess.run(command, shell=True, check=True)
+    with running("--config", settings, warm=warm_python) as service:
+        assert httpx.get(f"{service.url}/v1/jobs").json()["counts"] == {}
+
+
+class locked:
+    """A write lock that another process holds."""
+
+    def __init__(self, file) -> None:
+        program = (
+            "import sqlite3, sys; db = sqlite3.connect(sys.argv[1], isolation_level=None, timeout=30)\n"
+            "db.execute('begin immediate'); print('locked', flush=True); sys.stdin.read()"
+        )
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen([sys.executable, "-c", program, str(file)], stdin=pipe, stdout=pipe)
+
+    def __enter__(self) -> None:
+        assert self._process.stdout.readline() == b"locked\n"
+
+    def __exit__(self, *_) -> None:
+        self._process.communicate()
+
+
+def damage(ledger, file) -> None:
+    """Write more rows than SQLite keeps in memory, and then rubbish over half of their pages."""
+    rows = [(f"{number:016}", str(number)) for number in range(8000)]
+    settings = '{"reference": "ref", "title": "' + "x" * 190 + '"}'
+    with ledger.writing() as db:
+        db.executemany(
+            "insert into job (id, state, identity, content, settings, dataset, source, reference_id, priority, submitted_by,"
+            f" created_at) values (?, 'done', ?, 'c', '{settings}', '{{\"upload\": \"a\"}}', '{{}}', 'r', 0, 'me', '2020')",
+            rows,
+        )
+    ledger._writer.execute("pragma wal_checkpoint(truncate)").fetchall()
+    size = file.stat().st_size
+    with file.open("r+b") as raw:
+        for place in range(size // 4, size * 3 // 4, 4096):
+            raw.seek(place)
+            raw.write(b"\xff" * 2000)

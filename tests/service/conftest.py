@@ -1,0 +1,17 @@
+"""A service of a test's own."""
+
+import pytest
+
+from tests.service.serving import float32, running, settings_file
+
+
+@pytest.fixture
+def serve(tmp_path, reference_folder, warm_python):
+    """serve(model, **settings) -> a service of it, named `ref`, for the time of a `with` block; again, it goes on."""
+
+    def start(model=reference_folder, **settings):
+        models = {"ref": {**float32(model), "trust_remote_code": model != reference_folder}}
+        file = settings_file(tmp_path, tmp_path / "store", models, **settings)
+        return running("--config", file, warm=warm_python)
+
+    return start
