@@ -64,15 +64,6 @@ def test_a_cancel_acts_while_a_row_hangs(client, service, tmp_path, record_prope
     assert done.state == "done", "the worker is free"
 
 
-def test_a_more_urgent_job_need_not_wait_for_a_row_that_hangs(client, service, tmp_path):
-    job = hanging_job(client, service, tmp_path, "interrupted")
-    urgent = client.submit(write_rows(tmp_path / "urgent.jsonl", token_rows(3, seed=2)), "ref", priority=10)
-    assert client.watch(urgent.id).state == "done"
-    assert client.job(job.id).state in ("queued", "running")
-    client.cancel(job.id)
-    wait_for(client, job.id, lambda found: found.state == "cancelled")
-
-
 def test_windows_without_a_usable_row(client, tmp_path):
     for bad in ("not JSON", json.dumps({"prompt_ids": [1], "chosen_ids": ["a"], "rejected_ids": [2]})):
         for rows in ([*token_rows(1024, 3, length=3), bad], [bad, bad], [*[bad] * 1024, *token_rows(2, 4, length=3)]):
@@ -140,26 +131,3 @@ def test_no_text_of_a_row_is_kept_whole(client, service, place, tmp_path):
     assert max(map(len, list(service.log)[before:]), default=0) < 5_000
     kept = [file for file in (place / "state").rglob("*") if file.is_file() and "uploads" not in file.parts]
     assert {file.name: file.stat().st_size for file in kept if file.stat().st_size > 2_000_000} == {}
-
-
-def test_no_text_of_a_row_is_printed_whole(reflogp, model, tmp_path):
-    rows = [pair("good"), *LONG.values()]
-    lines = [row if isinstance(row, str) and row.startswith("{") else json.dumps(row) for row in rows]
-    data, store = write_raw(tmp_path / "long.jsonl", lines), tmp_path / "store"
-    common = [model, data, "--store", store, "--dtype", "float32", "--max-length", 64]
-    code, out, err = reflogp("score", *common)
-    assert code == 3 and len(out) + len(err) < 20_000
-    code, out, err = reflogp("report", *common, "-o", tmp_path / "report")
-    assert code == 3 and len(out) + len(err) < 20_000
-    assert (tmp_path / "report" / "index.html").stat().st_size < 2_000_000
-    del lines[1 + list(LONG).index("a part beside")]  # a column has one type in a Parquet file
-    write_raw(data, lines)
-    code, out, err = reflogp("join", *common, "-o", tmp_path / "out.parquet")
-    assert code == 3 and len(out) + len(err) < 20_000
-    joined = pq.read_table(tmp_path / "out.parquet")
-    assert 0 in joined["ref_row"].to_pylist()
-    for name in ("a column", "no pair"):
-        write_raw(data, [json.dumps(LONG[name])] * 3)
-        for command in ("score", "report"):
-            code, out, err = reflogp(command, *common, *([] if command == "score" else ["-o", tmp_path / "other.parquet"]))
-            assert code in (2, 3) and len(out) + len(err) < 5_000

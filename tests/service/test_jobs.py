@@ -15,13 +15,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from reflogp.client import Client, NotAllowedError, RequestRefusedError, ServicePath, Uploaded
+from reflogp.client import Client, NotAllowedError, RequestRefusedError, ServicePath
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset
 from reflogp.store import Store, UsageError, sequence_keys
 from tests.conftest import plain_token_logps, write_rows
-from tests.scoring.deadly import POISON, deadly_model
-from tests.service.serving import Service, float32, running, settings_file, token_rows, wait_for, wait_until
+from tests.scoring.deadly import deadly_model
+from tests.service.serving import float32, running, settings_file, token_rows, wait_for, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -93,19 +93,6 @@ def test_a_job_scores_a_dataset_and_gives_it_back_in_order(client, tmp_path, ref
     assert f"<dd>{np.median(margins):+.2f}</dd>".replace("-", "−") in report
 
 
-def test_text_pairs_give_what_the_command_line_gives(client, tmp_path, pair_rows, reference_folder, place):
-    file = write_rows(tmp_path / "pairs.jsonl", pair_rows[:10])
-    job = client.watch(client.submit(file, "ref", max_length=60).id)
-    assert job.state == "done"
-    table = Store(place / "store")[job.reference_id]
-    assert job.summary["snapshot"] <= table.snapshot_number()
-    assert job.summary["sharing_gain"] > 1
-    page = httpx.get(f"{client.url}/jobs/{job.id}").text
-    assert f"<dd>{job.summary['sharing_gain']:.1f}×</dd>" in page
-    kto = client.watch(client.submit(file, "ref", format="kto").id)
-    assert "Desirable completions: 10. Undesirable completions: 10." in client.report(kto.id)
-
-
 def test_a_report_is_written_when_it_is_first_asked_for(client, place):
     file = write_rows(place / "data" / "reported.jsonl", token_rows(6, seed=60))
     job, other = (client.watch(client.submit(ServicePath(str(file)), "ref", max_length=size).id).id for size in (50, 60))
@@ -161,21 +148,13 @@ def test_a_dataset_without_a_readable_row_fails_the_job_with_the_reason(client, 
     assert client.watch(job.id).attempts == 2
 
 
-def test_unknown_things_are_refused(client, tmp_path):
-    file = write_rows(tmp_path / "rows.jsonl", token_rows(1, seed=4))
-    with pytest.raises(RequestRefusedError, match="no model for reference 'other'"):
-        client.submit(file, "other")
-    with pytest.raises(RequestRefusedError, match="no upload"):
-        client.submit(Uploaded("nothing.jsonl"), "ref")
-    with pytest.raises(RequestRefusedError, match="no job"):
-        client.job("0" * 16)
+SLOW = {"token_budget": 128, "commit_seconds": 0.1}
 
 
 @pytest.fixture
-def slow(tmp_path, reference_folder, warm_python):
+def slow(serve):
     """A service whose passes are small, so that a job takes a while, and which commits all the time."""
-    file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)}, token_budget=128, commit_seconds=0.1)
-    with running("--config", file, warm=warm_python) as found:
+    with serve(**SLOW) as found:
         found.worker_ready()
         yield found
 
@@ -225,10 +204,9 @@ def stored(store) -> int:
 
 
 @pytest.mark.slow
-def test_killed_workers_and_services_lose_nothing(tmp_path, reference_folder, warm_python):
-    file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)}, token_budget=128, commit_seconds=0.1)
+def test_killed_workers_and_services_lose_nothing(serve, tmp_path, reference_folder):
     rows = token_rows(1000, seed=9)
-    with running("--config", file, warm=warm_python) as service, Client(service.url) as client:
+    with serve(**SLOW) as service, Client(service.url) as client:
         job = client.submit(write_rows(tmp_path / "rows.jsonl", rows), "ref").id
         wait_until(lambda: stored(tmp_path / "store") > 50)  # committed, however fast the machine scores
         [worker] = service.workers()
@@ -236,7 +214,7 @@ def test_killed_workers_and_services_lose_nothing(tmp_path, reference_folder, wa
         before = client.job(job).progress.scored
         wait_for(client, job, lambda found: found.progress.scored > before + 20)
         service.kill()
-    with running("--config", file, warm=warm_python) as service, Client(service.url) as client:
+    with serve(**SLOW) as service, Client(service.url) as client:
         ended = client.watch(job)
         assert (ended.state, ended.attempts) == ("done", 2)
         assert ended.summary["hits"] > 50
@@ -250,10 +228,9 @@ def test_killed_workers_and_services_lose_nothing(tmp_path, reference_folder, wa
 
 
 @pytest.mark.slow
-def test_sigterm_commits_and_the_next_service_goes_on(tmp_path, reference_folder, warm_python):
-    file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)}, token_budget=128, commit_seconds=600)
-    service = Service("--config", file, warm=warm_python)
-    with Client(service.url) as client:
+def test_sigterm_commits_and_the_next_service_goes_on(serve, tmp_path):
+    settings = SLOW | {"commit_seconds": 600}
+    with serve(**settings) as service, Client(service.url) as client:
         job = client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(2000, seed=10)), "ref").id
         wait_for(client, job, lambda found: found.progress.scored > 200)
         waiting = client.submit(write_rows(tmp_path / "next.jsonl", token_rows(5, seed=11)), "ref").id
@@ -263,43 +240,23 @@ def test_sigterm_commits_and_the_next_service_goes_on(tmp_path, reference_folder
             assert not asked.done()
             assert service.stop() in (0, -signal.SIGTERM)  # uvicorn sends the signal on when all is done
             assert asked.result(1).json()["state"] == "queued"
-    [reference] = Store(tmp_path / "store").references()
-    assert Store(tmp_path / "store")[reference.reference_id].totals()[1] > 200
-    with running("--config", file, warm=warm_python) as service, Client(service.url) as client:
+    assert stored(tmp_path / "store") > 200
+    with serve(**settings) as service, Client(service.url) as client:
         ended = client.watch(job)
         assert (ended.state, ended.attempts) == ("done", 2)
         assert ended.summary["hits"] > 200
 
 
 @pytest.mark.slow
-def test_two_services_do_not_share_a_state_folder(slow, tmp_path):
-    with pytest.raises(AssertionError, match="another service uses the state folder"):
-        Service("--config", tmp_path / "serve.toml")
+def test_two_services_do_not_share_a_state_folder(slow, serve):
+    with pytest.raises(AssertionError, match="another service uses the state folder"), serve(**SLOW):
+        pass
 
 
 @pytest.mark.slow
-def test_a_row_that_kills_workers_is_found_and_the_others_are_scored(tmp_path, reference_folder, warm_python):
-    model = deadly_model(reference_folder, tmp_path / "deadly")
-    entry = {**float32(model), "trust_remote_code": True}
-    file = settings_file(tmp_path, tmp_path / "store", {"ref": entry}, token_budget=1024, commit_seconds=0.1)
-    rows = token_rows(60, seed=11)
-    rows[33]["rejected_ids"][4:8] = POISON
-    with running("--config", file, warm=warm_python) as service, Client(service.url) as client:
-        ended = client.watch(client.submit(write_rows(tmp_path / "rows.jsonl", rows), "ref").id)
-        result = pq.read_table(client.result(ended.id, tmp_path / "result.parquet"))
-    assert ended.state == "done", "".join(service.log)
-    assert ended.summary["bad_row_numbers"] == [33]
-    assert [at for at, error in enumerate(result["error"].to_pylist()) if error] == [33]
-    assert "the sequence killed two workers (killed by SIGKILL" in result["error"][33].as_py()
-    assert ended.attempts == 1  # the job's own process goes on
-
-
-@pytest.mark.slow
-def test_three_workers_that_cannot_load_the_model_fail_the_job_with_the_reason(tmp_path, reference_folder, warm_python):
+def test_three_workers_that_cannot_load_the_model_fail_the_job_with_the_reason(serve, tmp_path, reference_folder):
     model = deadly_model(reference_folder, tmp_path / "deadly", on_load=True)
-    entry = {**float32(model), "trust_remote_code": True}
-    file = settings_file(tmp_path, tmp_path / "store", {"ref": entry})
-    with running("--config", file, warm=warm_python) as service, Client(service.url) as client:
+    with serve(model) as service, Client(service.url) as client:
         ended = client.watch(client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(3, seed=12)), "ref").id)
         assert ended.state == "failed"
         assert "3 workers in a row were lost before they were ready" in ended.error and "SIGKILL" in ended.error
@@ -310,7 +267,4 @@ def test_a_worker_that_takes_too_much_memory_is_ended_and_the_job_says_so(tmp_pa
     file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)}, max_worker_bytes=50 << 20)
     with running("--config", file) as service, Client(service.url) as client:
         client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(3, seed=13)), "ref")
-        stop = time.monotonic() + 240
-        while not any("more than max_worker_bytes" in line for line in list(service.log)):
-            assert time.monotonic() < stop, "".join(service.log)
-            time.sleep(0.1)
+        wait_until(lambda: any("more than max_worker_bytes" in line for line in list(service.log)), 240)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import psutil
+import pyarrow.parquet as pq
 import pytest
 
 from reflogp.client import Client, ServicePath
@@ -27,15 +28,14 @@ from reflogp.store import Store, describe_reference
 from tests.conftest import write_rows
 from tests.scoring.deadly import POISON, deadly_model
 from tests.scoring.stored_rows import rows_of, same_rows
-from tests.service.serving import running, settings_file, token_rows, wait_until
+from tests.service.serving import token_rows, wait_until
 
 SMALL = {"devices": ["cpu", "cpu"], "token_budget": 256, "commit_seconds": 0.5, "pinned": "ref"}
 
 
 @pytest.fixture
-def service(tmp_path, reference_folder, warm_python):
-    models = {"ref": {"model": str(reference_folder), "dtype": "float32"}}
-    with running("--config", settings_file(tmp_path, tmp_path / "store", models, **SMALL), warm=warm_python) as service:
+def service(serve):
+    with serve(**SMALL) as service:
         yield service
 
 
@@ -115,36 +115,37 @@ def test_a_cancelled_job_lets_its_helper_go(service, tmp_path):
         assert other.state == "done"
 
 
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+KILLED = "the sequence killed two workers (killed by SIGKILL"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 2])
-def test_a_device_that_is_lost_at_a_row_costs_that_row_only(tmp_path, reference_folder, devices, warm_python):
-    """The worker says why it ends, its job goes on, and the search for the row is the same as where a process dies."""
-    model = deadly_model(reference_folder, tmp_path / "lost", raises="CUDA error: an illegal memory access was encountered")
+@pytest.mark.parametrize(
+    ("devices", "more", "says"), [(1, {}, KILLED), (1, {"raises": ILLEGAL}, ILLEGAL), (2, {"raises": ILLEGAL}, ILLEGAL)]
+)
+def test_a_row_that_ends_workers_costs_that_row_only(serve, tmp_path, reference_folder, devices, more, says):
+    """Whether the process is killed or says why it ends: its job goes on, and the row is searched for in the same way."""
+    model = deadly_model(reference_folder, tmp_path / "lost", **more)
     rows = token_rows(300, seed=9)
     rows[200]["rejected_ids"][4:8] = POISON
-    models = {"ref": {"model": str(model), "dtype": "float32", "trust_remote_code": True}}
-    more = SMALL | {"devices": ["cpu"] * devices}
-    with (
-        running("--config", settings_file(tmp_path, tmp_path / "store", models, **more), warm=warm_python) as service,
-        Client(service.url) as client,
-    ):
+    with serve(model, **SMALL | {"devices": ["cpu"] * devices}) as service, Client(service.url) as client:
         job = client.watch(client.submit(write_rows(tmp_path / "rows.jsonl", rows), "ref").id)
+        errors = pq.read_table(client.result(job.id, tmp_path / "result.parquet"))["error"].to_pylist()
     summary = job.summary  # of the last attempt
-    assert (job.state, summary["bad_row_numbers"]) == ("done", [200]), "".join(service.log)
+    assert (job.state, job.attempts, summary["bad_row_numbers"]) == ("done", 1, [200]), "".join(service.log)
     assert summary["hits"] + summary["scored"] == 599 and summary["failed"] == 1
     [reason] = summary["bad_row_reasons"]
-    assert "illegal memory access" in reason["reason"] and (reason["rows"], reason["examples"]) == (1, [200])
+    assert says in reason["reason"] and (reason["rows"], reason["examples"]) == (1, [200])
+    assert [at for at, error in enumerate(errors) if error] == [200] and says in errors[200]
 
 
 @pytest.mark.slow
-def test_a_device_that_is_lost_at_every_row_ends_the_job(tmp_path, reference_folder, warm_python):
+def test_a_device_that_is_lost_at_every_row_ends_the_job(serve, tmp_path, reference_folder):
     model = deadly_model(reference_folder, tmp_path / "lost", raises="CUDA error: unspecified launch failure")
     rows = token_rows(3, seed=10)
     for row in rows:
         row["chosen_ids"][4:8] = row["rejected_ids"][4:8] = POISON
-    models = {"ref": {"model": str(model), "dtype": "float32", "trust_remote_code": True}}
-    settings = settings_file(tmp_path, tmp_path / "store", models, **SMALL | {"devices": ["cpu"]})
-    with running("--config", settings, warm=warm_python) as service, Client(service.url) as client:
+    with serve(model, **SMALL | {"devices": ["cpu"]}) as service, Client(service.url) as client:
         job = client.watch(client.submit(write_rows(tmp_path / "rows.jsonl", rows), "ref").id)
     assert job.state == "failed" and "3 sequences in a row killed two workers each" in job.error, "".join(service.log)
     assert "unspecified launch failure" in job.error
@@ -171,12 +172,10 @@ def test_a_runner_that_is_killed_loses_nothing_and_takes_no_worker_along(service
 
 
 @pytest.mark.slow
-def test_a_job_whose_file_is_touched_starts_over(tmp_path, reference_folder, warm_python):
+def test_a_job_whose_file_is_touched_starts_over(serve, tmp_path, reference_folder):
     """Its content is the same, so the second attempt goes on with the workers that it had."""
     file = write_rows(tmp_path / "rows.jsonl", token_rows(6000, seed=13))
-    models = {"ref": {"model": str(reference_folder), "dtype": "float32"}}
-    settings = settings_file(tmp_path, tmp_path / "store", models, **SMALL, dataset_roots=[str(tmp_path)])
-    with running("--config", settings, warm=warm_python) as service, Client(service.url) as client:
+    with serve(**SMALL, dataset_roots=[str(tmp_path)]) as service, Client(service.url) as client:
         job = client.submit(ServicePath(str(file)), "ref")
         wait_until(lambda: client.job(job.id).progress.scored > 20)
         os.utime(file, (1, 1))
@@ -187,11 +186,9 @@ def test_a_job_whose_file_is_touched_starts_over(tmp_path, reference_folder, war
 
 
 @pytest.mark.slow
-def test_a_job_goes_on_when_its_only_worker_could_not_be_started_for_a_while(tmp_path, reference_folder, warm_python):
+def test_a_job_goes_on_when_its_only_worker_could_not_be_started_for_a_while(serve, tmp_path, reference_folder):
     file = write_rows(tmp_path / "rows.jsonl", token_rows(1800, seed=14))
-    models = {"ref": {"model": str(reference_folder), "dtype": "float32"}}
-    settings = settings_file(tmp_path, tmp_path / "store", models, **SMALL | {"devices": ["cpu"]})
-    with running("--config", settings, warm=warm_python) as service, Client(service.url) as client:
+    with serve(**SMALL | {"devices": ["cpu"]}) as service, Client(service.url) as client:
         job = client.submit(file, "ref")
         wait_until(lambda: client.job(job.id).progress.scored > 20)
         while sum("worker 0 ended" in line for line in list(service.log)) < 6:
