@@ -308,17 +308,6 @@ def test_http_1_0_needs_no_host(opened):
         assert b" 200 " in connection.recv(4096).split(b"\r\n")[0]
 
 
-def test_a_token_alone_allows_every_host():
-    """As in containers, which are asked by names that nobody tells them."""
-    from reflogp.service.sites import SameSiteGuard
-
-    token = SameSiteGuard(None, [], has_tokens=True)
-    assert token._is_own("reflogp:8311") and token._is_own("data.example.org")
-    none = SameSiteGuard(None, [PROXIED], has_tokens=False)
-    assert all(map(none._is_own, (PROXIED, "127.0.0.1", "[::1]:8311")))
-    assert not any(map(none._is_own, ("10.0.0.1", "reflogp")))
-
-
 @pytest.mark.parametrize("names", [["*"], ["https://a.example"], ["a.example:80"], ["a.*"], [""], ["a.example/x"]])
 def test_allowed_hosts_that_are_no_names(names):
     with pytest.raises(ValidationError, match=r"list the service's host names|is not a host name"):
