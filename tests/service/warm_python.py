@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -117,30 +118,21 @@ class _Zygote:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(0, selectors.EVENT_READ)
-        self._woken, self._wake = socket.socketpair()
-        self._wake.setblocking(False)
-        signal.set_wakeup_fd(self._wake.fileno())
-        signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it closes its standard input
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._launchers: dict[int, tuple[socket.socket, int]] = {}  # program -> its launcher's connection and process id
+        self._programs: dict[int, int] = {}  # process id of a launcher -> of its program
 
     def run(self) -> None:
         """Serve until standard input ends."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj == 0:
-                    for program in self._launchers:
+                    for program in self._programs.values():
                         os.kill(program, signal.SIGKILL)
                     return
                 if key.fileobj is self._listener:
                     self._take()
-                elif key.fileobj is self._woken:
-                    self._woken.recv(4096)
-                    self._reap()
-                elif key.data in self._launchers:  # its launcher is gone
-                    self._selector.unregister(key.fileobj)
-                    os.kill(key.data, signal.SIGKILL)
+                elif key.data[0] in self._programs:
+                    self._end(*key.data)
 
     def _take(self) -> None:
         connection, _ = self._listener.accept()
@@ -150,8 +142,7 @@ class _Zygote:
             return
         request = json.loads(message)
         if "program_of" in request:
-            found = [program for program, (_, launcher) in self._launchers.items() if launcher == request["program_of"]]
-            connection.send(json.dumps(found[0] if found else 0).encode())
+            connection.send(json.dumps(self._programs.get(request["program_of"], 0)).encode())
             connection.close()
             return
         launcher = int.from_bytes(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[:4], sys.byteorder)
@@ -160,22 +151,23 @@ class _Zygote:
             _run_and_exit(request, streams)
         for stream in streams:
             os.close(stream)
-        self._launchers[program] = connection, launcher
-        self._selector.register(connection, selectors.EVENT_READ, program)
+        self._programs[launcher] = program
+        handle = os.pidfd_open(program)
+        for end in (connection, handle):
+            self._selector.register(end, selectors.EVENT_READ, (launcher, program, connection, handle))
         connection.send(str(program).encode())
 
-    def _reap(self) -> None:
-        while self._launchers:
-            program, status = os.waitpid(-1, os.WNOHANG)
-            if not program:
-                return
-            connection, _ = self._launchers.pop(program)
-            try:
-                self._selector.unregister(connection)
-                connection.send(str(status).encode())
-            except (KeyError, OSError):
-                pass  # the launcher went first
-            connection.close()
+    def _end(self, launcher: int, program: int, connection: socket.socket, handle: int) -> None:
+        """The program has ended, or its launcher, which it does not outlive."""
+        os.kill(program, signal.SIGKILL)
+        _, status = os.waitpid(program, 0)
+        del self._programs[launcher]
+        for end in (connection, handle):
+            self._selector.unregister(end)
+        with suppress(OSError):  # the launcher went first
+            connection.send(str(status).encode())
+        connection.close()
+        os.close(handle)
 
 
 def _run_and_exit(request: dict[str, Any], streams: list[int]) -> None:
@@ -186,8 +178,6 @@ def _run_and_exit(request: dict[str, Any], streams: list[int]) -> None:
     import threading
     import traceback
 
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.setsid()
     streams = [fcntl.fcntl(stream, fcntl.F_DUPFD, 1024) for stream in streams]  # away from where they belong
