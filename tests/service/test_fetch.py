@@ -185,9 +185,9 @@ def test_a_cancelled_object_leaves_nothing(bucket, folder):
 # The Hugging Face Hub
 
 
-@pytest.fixture
-def hub_of_team(monkeypatch):
-    with hub() as found:
+@pytest.fixture(scope="module")
+def hub_of_team():
+    with hub() as found, pytest.MonkeyPatch.context() as monkeypatch:
         files = {"prefs/a.jsonl": BODY, "prefs/b-c d.csv.gz": gzip.compress(BODY), "prefs/large.jsonl": b"x" * 3_000_000}
         found.make("team/prefs", files)
         found.make("team/secret", files)
@@ -241,8 +241,8 @@ def test_files_of_the_hub_that_are_not_there_or_are_none(hub_of_team, folder, ur
         ({"downloads_left": 0}, "broken off"),
     ],
 )
-def test_a_hub_that_fails_leaves_nothing(hub_of_team, folder, fault, says):
-    hub_of_team.faults = HubFaults(**fault)
+def test_a_hub_that_fails_leaves_nothing(hub_of_team, folder, fault, says, monkeypatch):
+    monkeypatch.setattr(hub_of_team, "faults", HubFaults(**fault))
     with pytest.raises(DatasetError, match=says):
         get("hf://datasets/team/prefs/prefs/a.jsonl", folder, allowing("hf://datasets/team/"))
     assert list(folder.iterdir()) == []
