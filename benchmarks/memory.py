@@ -28,7 +28,7 @@ from reflogp.store import Store
 from scoring import SHIPPED
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tests.service.heavy_requests import Bounds, Peak, heavy_requests, long_rows, send, settle
+from tests.service.heavy_requests import ROUTES, Bounds, Peak, long_rows, send, settle
 from tests.service.serving import running
 from tests.store.rows import REFERENCE
 
@@ -88,9 +88,10 @@ def measured(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
                 pass
             results[f"{name}_at_rest_mib"] = next(iter(peak.before.values())) // MIB
         results["worker_bound_mib"] = results["worker_at_rest_mib"] + WORKER_BESIDE // MIB
-        for (method, path), cases in heavy_requests(bounds, keys[7].as_py(), job.id).items():
+        for (method, path), make in ROUTES.items():
             if options.only and method + path not in options.only:
                 continue
+            cases = make(bounds, keys[7].as_py(), job.id)
             results["routes"][f"{method} {path}"] = one_route(service, worker.pid, method, cases, options)
             print(json.dumps({f"{method} {path}": results["routes"][f"{method} {path}"]}), flush=True)
         found = results["routes"].values()

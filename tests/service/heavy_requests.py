@@ -21,19 +21,11 @@ from tests.store.rows import REFERENCE
 
 ARROW_STREAM = "application/vnd.apache.arrow.stream"
 JSON = "application/json"
-_INT32 = pa.int32()
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the service that is asked allows.
-
-    Attributes:
-        size: bytes of a body where the route has no narrower bound.
-        json: bytes of a JSON body.
-        keys: of a lookup.
-        sequences, tokens: of a score request.
-    """
+    """What the service that is asked allows: `size` bytes of a body where the route has no narrower bound."""
 
     size: int
     json: int
@@ -44,16 +36,10 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Heavy:
-    """One request.
-
-    Attributes:
-        path: with parameters.
-        body: makes the content; it is made once, and sent often.
-        statuses: what the service may answer.
-    """
+    """One request, with what the service may answer."""
 
     path: str
-    body: Callable[[], bytes] = bytes
+    body: bytes = b""
     statuses: tuple[int, ...] = (200,)
     headers: dict[str, str] = field(default_factory=dict)
     chunked: bool = False
@@ -66,152 +52,85 @@ def stream_of(table: pa.Table, **options) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def _keys(count: int, seed: int = 0) -> pa.Array:
-    data = np.random.default_rng(seed).bytes(16 * count)
+def _keys(count: int) -> pa.Array:
+    data = np.random.default_rng(0).bytes(16 * count)
     return pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), count, [None, pa.py_buffer(data)])
 
 
-def _batches(schema: pa.Schema, batch: pa.RecordBatch, size: int) -> bytes:
+def _batches(batch: pa.RecordBatch, size: int) -> bytes:
     """A stream of one batch again and again, about `size` bytes."""
     message = batch.serialize().to_pybytes()
-    return schema.serialize().to_pybytes() + message * (size // len(message)) + b"\xff\xff\xff\xff\0\0\0\0"
+    return batch.schema.serialize().to_pybytes() + message * (size // len(message)) + b"\xff\xff\xff\xff\0\0\0\0"
 
 
-def _lists(count: int, each: int, kind: pa.DataType = _INT32, value: int = 9) -> pa.Array:
+def _lists(count: int, each: int, kind: pa.DataType, value: int = 9) -> pa.Array:
     offsets = pa.array(np.arange(count + 1, dtype=np.int32) * each)
     return pa.ListArray.from_arrays(offsets, pa.array(np.full(count * each, value), kind))
 
 
-def json_bodies(size: int, name: str) -> dict[str, Callable[[], bytes]]:
-    """JSON of `size` bytes whose decoded form is large, under a field's name."""
-    parts = {"lists": b"[],", "objects": b"{},", "numbers": b"1,", "escapes": b'"\\u00e9",'}
-    made = {
-        what: lambda part=part: b'{"%s":[' % name.encode() + part * ((size - 40) // len(part)) + b"0]}"
-        for what, part in parts.items()
-    }
-    made["fields"] = lambda: b"{" + b"".join(b'"%x":1,' % n for n in range(size // 12)) + b'"z":1}'
-    return made
-
-
-def lookups(bounds: Bounds, long_key: bytes) -> dict[str, Heavy]:
-    """Of /v1/lookup.
-
-    Args:
-        long_key: key of a row with many values.
-    """
-    path = f"/v1/lookup?reference={REFERENCE.reference_id}"
-    arrow = {"content-type": ARROW_STREAM}
+def lookups(bounds: Bounds, long_key: bytes, job: str) -> dict[str, Heavy]:
+    path, arrow = f"/v1/lookup?reference={REFERENCE.reference_id}", {"content-type": ARROW_STREAM}
     key = pa.schema([pa.field("key", pa.binary(16), nullable=False)])
     one, none = pa.record_batch([_keys(1)], schema=key), pa.record_batch([_keys(0)], schema=key)
-    few = min(bounds.keys, 200_000)
-    arrow_bodies: dict[str, tuple[Callable[[], bytes], tuple[int, ...]]] = {
-        "as many keys as allowed": (lambda: stream_of(pa.table([_keys(bounds.keys)], schema=key)), (200,)),
-        "one key too many": (lambda: stream_of(pa.table([_keys(bounds.keys + 1)], schema=key)), (413,)),
-        "a batch for each key": (lambda: _batches(key, one, 16 * bounds.keys), (200, 413)),
-        "batches without keys": (lambda: _batches(key, none, 16 * bounds.keys), (200, 413)),
-        "compressed keys": (
-            lambda: stream_of(pa.table([pa.array([bytes(16)] * few, pa.binary(16))], schema=key), compression="zstd"),
-            (422,),
-        ),
-        "metadata": (
-            lambda: stream_of(pa.table([_keys(1)], schema=key.with_metadata({"x": "y" * (16 * bounds.keys)}))),
-            (413,),
-        ),
-    }
-    found = {what: Heavy(path, body, statuses, arrow) for what, (body, statuses) in arrow_bodies.items()}
+    every = stream_of(pa.table([_keys(bounds.keys)], schema=key))
+    same = pa.table([pa.array([bytes(16)] * min(bounds.keys, 200_000), pa.binary(16))], schema=key)
+    metadata = pa.table([_keys(1)], schema=key.with_metadata({"x": "y" * (16 * bounds.keys)}))
     times = min(2_500, bounds.keys // 400)
     again = stream_of(pa.table([pa.array([long_key] * times, pa.binary(16))], schema=key))
-    found["one key again and again, with values"] = Heavy(path + "&values=true", lambda: again, (200, 413, 503), arrow)
-    found["every key, chunked"] = Heavy(path, arrow_bodies["as many keys as allowed"][0], (200, 503), arrow, chunked=True)
     hexes = json.dumps({"keys": [long_key.hex()] * times, "values": True}).encode()
-    found["the same as JSON"] = Heavy(path, lambda: hexes, (200, 413, 503), {"content-type": JSON})
-    return found
-
-
-def scores(bounds: Bounds) -> dict[str, Heavy]:
-    """Of /v1/score. Token ids are outside every vocabulary, so that nothing is computed and all else happens."""
-    path, arrow = "/v1/score?reference=ref&cache_read=false", {"content-type": ARROW_STREAM}
-    n, tokens = bounds.sequences, bounds.tokens
-    half = tokens // n // 2
-    beyond = 1_000_000_000
-
-    def padded(kind: pa.DataType, value: int, mask_each: int) -> bytes:
-        ids = _lists(n, half, kind, value)
-        return stream_of(pa.table({"prompt_ids": ids, "completion_ids": ids, "attention_mask": _lists(n, mask_each, kind, 1)}))
-
-    def two(make: Callable[[], pa.Array]) -> Callable[[], bytes]:
-        def body() -> bytes:
-            lists = make()
-            return stream_of(pa.table({"prompt_ids": lists, "completion_ids": lists}))
-
-        return body
-
-    def unused() -> bytes:
-        """Offsets that say that every list is empty, and values all the same."""
-        lists = _lists(n, half, pa.int8())
-        body = stream_of(pa.table({"prompt_ids": lists, "completion_ids": lists}))
-        return body.replace(lists.buffers()[1].to_pybytes()[: 4 * n + 4], bytes(4 * n + 4))
-
-    small = pa.record_batch([_lists(1, 1), _lists(1, 1)], names=["prompt_ids", "completion_ids"])
-    bodies: dict[str, tuple[Callable[[], bytes], tuple[int, ...]]] = {
-        "as many tokens as allowed, with masks": (lambda: padded(pa.int64(), beyond, 2 * half), (200, 429, 503)),
-        "the same in bytes": (lambda: padded(pa.int8(), -1, 2 * half), (200, 429, 503)),
-        "a mask of bytes that is long": (lambda: padded(pa.int8(), -1, 14 * half), (413,)),
-        "too many tokens in bytes": (two(lambda: _lists(n, 8 * half, pa.int8())), (413,)),
-        "values that no list holds": (unused, (200, 429, 503)),
-        "a batch for each sequence": (lambda: _batches(small.schema, small, 8 * tokens), (413,)),
-    }
-    found = {what: Heavy(path, body, statuses, arrow) for what, (body, statuses) in bodies.items()}
-    for what, body in json_bodies(bounds.json, "sequences").items():
-        found[f"JSON of {what}"] = Heavy(path, body, (413, 422), {"content-type": JSON})
-
-    def numbers() -> bytes:
-        each = b'{"prompt_ids":[%s0],"completion_ids":[%s0]},'
-        run = b"999999999," * ((bounds.json - 90) // 20)
-        return (b'{"sequences":[' + each % (run, run))[:-1] + b"]}"
-
-    found["JSON of as many tokens as fit"] = Heavy(path, numbers, (200, 413, 429, 503), {"content-type": JSON})
-    return found
-
-
-def heavy_requests(bounds: Bounds, long_key: bytes, job: str) -> dict[tuple[str, str], dict[str, Heavy]]:
-    """(method, route) -> its requests, by name.
-
-    Args:
-        bounds: of the service.
-        long_key: key of a row with many values, of tests.store.rows.REFERENCE.
-        job: id of a job that is done.
-    """
-
-    def full() -> bytes:
-        return b"x" * bounds.size
-
-    ranges = {"range": "bytes=" + ",".join(f"{n}-" for n in range(4_000))}
-    file = {"content-type": "application/octet-stream"}
     return {
-        ("POST", "/v1/lookup"): lookups(bounds, long_key),
-        ("POST", "/v1/score"): scores(bounds),
-        ("POST", "/v1/completions"): completions(),
-        ("POST", "/v1/jobs"): {
-            "a dataset": Heavy("/v1/jobs?reference=ref", full, (200, 201, 422), {"content-type": "text/csv"})
-        },
-        ("PUT", "/v1/uploads/{name}"): {
-            "a file": Heavy("/v1/uploads/a.jsonl", full, (200, 201), file),
-            "a chunked file": Heavy("/v1/uploads/b.parquet", full, (200, 201), file, chunked=True),
-        },
-        ("GET", "/v1/jobs/{job_id}/result"): {
-            "many ranges": Heavy(f"/v1/jobs/{job}/result", statuses=(200, 206, 400, 416), headers=ranges)
-        },
-        ("GET", "/v1/jobs/{job_id}"): {"a body that is not read": Heavy(f"/v1/jobs/{job}", full)},
+        "as many keys as allowed": Heavy(path, every, (200,), arrow),
+        "one key too many": Heavy(path, stream_of(pa.table([_keys(bounds.keys + 1)], schema=key)), (413,), arrow),
+        "a batch for each key": Heavy(path, _batches(one, 16 * bounds.keys), (200, 413), arrow),
+        "batches without keys": Heavy(path, _batches(none, 16 * bounds.keys), (200, 413), arrow),
+        "compressed keys": Heavy(path, stream_of(same, compression="zstd"), (422,), arrow),
+        "metadata": Heavy(path, stream_of(metadata), (413,), arrow),
+        "one key again and again, with values": Heavy(path + "&values=true", again, (200, 413, 503), arrow),
+        "every key, chunked": Heavy(path, every, (200, 503), arrow, chunked=True),
+        "the same as JSON": Heavy(path, hexes, (200, 413, 503), {"content-type": JSON}),
     }
 
 
-def completions() -> dict[str, Heavy]:
+def scores(bounds: Bounds, long_key: bytes, job: str) -> dict[str, Heavy]:
+    """Token ids are outside every vocabulary, so that nothing is computed and all else happens."""
+    path, arrow, json_kind = "/v1/score?reference=ref&cache_read=false", {"content-type": ARROW_STREAM}, {"content-type": JSON}
+    n, half = bounds.sequences, bounds.tokens // bounds.sequences // 2
+
+    def body(kind: pa.DataType, value: int, each: int = half, mask_each: int = 0) -> bytes:
+        ids = _lists(n, each, kind, value)
+        mask = {"attention_mask": _lists(n, mask_each, kind, 1)} if mask_each else {}
+        return stream_of(pa.table({"prompt_ids": ids, "completion_ids": ids, **mask}))
+
+    offsets = _lists(n, half, pa.int8()).buffers()[1].to_pybytes()[: 4 * n + 4]
+    unused = body(pa.int8(), 9).replace(offsets, bytes(4 * n + 4))  # every list is empty, and values are there all the same
+    small = pa.record_batch([_lists(1, 1, pa.int32())] * 2, names=["prompt_ids", "completion_ids"])
+    found = {
+        "as many tokens as allowed, with masks": Heavy(
+            path, body(pa.int64(), 1_000_000_000, mask_each=2 * half), (200, 429, 503), arrow
+        ),
+        "the same in bytes": Heavy(path, body(pa.int8(), -1, mask_each=2 * half), (200, 429, 503), arrow),
+        "a mask of bytes that is long": Heavy(path, body(pa.int8(), -1, mask_each=14 * half), (413,), arrow),
+        "too many tokens in bytes": Heavy(path, body(pa.int8(), 9, each=8 * half), (413,), arrow),
+        "values that no list holds": Heavy(path, unused, (200, 429, 503), arrow),
+        "a batch for each sequence": Heavy(path, _batches(small, 8 * bounds.tokens), (413,), arrow),
+    }
+    for what, part in {"lists": b"[],", "objects": b"{},", "numbers": b"1,", "escapes": b'"\\u00e9",'}.items():
+        parts = b'{"sequences":[' + part * ((bounds.json - 40) // len(part)) + b"0]}"
+        found[f"JSON of {what}"] = Heavy(path, parts, (413, 422), json_kind)
+    fields = b"{" + b"".join(b'"%x":1,' % number for number in range(bounds.json // 12)) + b'"z":1}'
+    found["JSON of fields"] = Heavy(path, fields, (413, 422), json_kind)
+    run = b"999999999," * ((bounds.json - 90) // 20)
+    tokens = b'{"sequences":[{"prompt_ids":[%s0],"completion_ids":[%s0]}]}' % (run, run)
+    found["JSON of as many tokens as fit"] = Heavy(path, tokens, (200, 413, 429, 503), json_kind)
+    return found
+
+
+def completions(bounds: Bounds, long_key: bytes, job: str) -> dict[str, Heavy]:
     """As many prompts and tokens as one request may have, and more, without most probable tokens."""
 
-    def body(prompts: int, tokens: int) -> Callable[[], bytes]:
-        ids = [7] * tokens
-        return lambda: json.dumps({"model": "ref", "prompt": [ids] * prompts, "max_tokens": 1, "prompt_logprobs": 0}).encode()
+    def body(prompts: int, tokens: int) -> bytes:
+        prompt = [[7] * tokens] * prompts
+        return json.dumps({"model": "ref", "prompt": prompt, "max_tokens": 1, "prompt_logprobs": 0}).encode()
 
     kind = {"content-type": JSON}
     return {
@@ -219,6 +138,41 @@ def completions() -> dict[str, Heavy]:
         "too many prompts": Heavy("/v1/completions", body(1_025, 2), (422,), kind),
         "too many tokens": Heavy("/v1/completions", body(1_000, 5_000), (413, 422), kind),
     }
+
+
+def jobs(bounds: Bounds, long_key: bytes, job: str) -> dict[str, Heavy]:
+    dataset = Heavy("/v1/jobs?reference=ref", b"x" * bounds.size, (200, 201, 422), {"content-type": "text/csv"})
+    return {"a dataset": dataset}
+
+
+def uploads(bounds: Bounds, long_key: bytes, job: str) -> dict[str, Heavy]:
+    content, file = b"x" * bounds.size, {"content-type": "application/octet-stream"}
+    return {
+        "a file": Heavy("/v1/uploads/a.jsonl", content, (200, 201), file),
+        "a chunked file": Heavy("/v1/uploads/b.parquet", content, (200, 201), file, chunked=True),
+    }
+
+
+def results(bounds: Bounds, long_key: bytes, job: str) -> dict[str, Heavy]:
+    ranges = {"range": "bytes=" + ",".join(f"{n}-" for n in range(4_000))}
+    return {"many ranges": Heavy(f"/v1/jobs/{job}/result", statuses=(200, 206, 400, 416), headers=ranges)}
+
+
+def one_job(bounds: Bounds, long_key: bytes, job: str) -> dict[str, Heavy]:
+    return {"a body that is not read": Heavy(f"/v1/jobs/{job}", b"x" * bounds.size)}
+
+
+#: (method, route) -> makes its requests, by name, for a service's bounds, the key of a row of tests.store.rows.REFERENCE with
+#: many values, and a job that is done.
+ROUTES: dict[tuple[str, str], Callable[[Bounds, bytes, str], dict[str, Heavy]]] = {
+    ("POST", "/v1/lookup"): lookups,
+    ("POST", "/v1/score"): scores,
+    ("POST", "/v1/completions"): completions,
+    ("POST", "/v1/jobs"): jobs,
+    ("PUT", "/v1/uploads/{name}"): uploads,
+    ("GET", "/v1/jobs/{job_id}/result"): results,
+    ("GET", "/v1/jobs/{job_id}"): one_job,
+}
 
 
 def long_rows(count: int, values: int) -> tuple[pa.Array, pa.Table]:
@@ -261,9 +215,9 @@ class Peak:
 def send(url: str, method: str, heavy: Heavy, count: int, at_once: int = 4) -> dict[int, int]:
     """Send a request so often, several at a time; status -> how many. Answers are read and thrown away.
 
-    Raises AssertionError for a status that the request does not allow; 0 stands for a connection that the service closed.
+    0 stands for a connection that the service closed.
     """
-    body = heavy.body()
+    body = heavy.body
     statuses: dict[int, int] = {}
     lock = threading.Lock()
 

@@ -13,7 +13,7 @@ import pytest
 from reflogp.client import Client
 from reflogp.store import Store
 from tests.conftest import write_rows
-from tests.service.heavy_requests import Bounds, Peak, heavy_requests, long_rows, send, settle
+from tests.service.heavy_requests import ROUTES, Bounds, Peak, long_rows, send, settle
 from tests.service.serving import float32, running, settings_file, token_rows, wait_until
 from tests.store.rows import REFERENCE, some_rows
 
@@ -38,21 +38,12 @@ def long_key(place):
     return keys[7].as_py()
 
 
-def bounds_of_settings() -> dict:
-    return {
-        "max_body_bytes": BOUNDS.size,
-        "max_json_bytes": BOUNDS.json,
-        "max_lookup_keys": BOUNDS.keys,
-        "max_score_sequences": BOUNDS.sequences,
-        "max_score_tokens": BOUNDS.tokens,
-        "max_large_requests": 1,
-        "max_uploads_bytes": 1 << 30,
-    }
-
-
 @pytest.fixture(scope="module")
 def service(place, long_key, reference_folder):
-    file = settings_file(place, place / "store", {"ref": float32(reference_folder)}, pinned="ref", **bounds_of_settings())
+    bounds = {"max_body_bytes": BOUNDS.size, "max_json_bytes": BOUNDS.json, "max_lookup_keys": BOUNDS.keys}
+    bounds |= {"max_score_sequences": BOUNDS.sequences, "max_score_tokens": BOUNDS.tokens}
+    bounds |= {"max_large_requests": 1, "max_uploads_bytes": 1 << 30, "pinned": "ref"}
+    file = settings_file(place, place / "store", {"ref": float32(reference_folder)}, **bounds)
     with running("--config", file) as found:
         found.worker_ready()
         yield found
@@ -77,19 +68,15 @@ def job(service, place):
 
 
 @pytest.fixture(scope="module")
-def requests(long_key, job):
-    return heavy_requests(BOUNDS, long_key, job)
-
-
-def names() -> list[tuple[str, str]]:
-    return list(heavy_requests(BOUNDS, bytes(16), "x"))
+def scores(long_key, job):
+    return ROUTES["POST", "/v1/score"](BOUNDS, long_key, job)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("route", names(), ids=" ".join)
-def test_four_heavy_requests_at_once_take_bounded_memory(service, at_rest, requests, route):
+@pytest.mark.parametrize("route", ROUTES, ids=" ".join)
+def test_four_heavy_requests_at_once_take_bounded_memory(service, at_rest, long_key, job, route):
     pid = service.process.pid
-    for name, heavy in requests[route].items():
+    for name, heavy in ROUTES[route](BOUNDS, long_key, job).items():
         settle(pid)
         with Peak(pid) as peak:
             statuses = send(service.url, route[0], heavy, count=4)
@@ -99,18 +86,18 @@ def test_four_heavy_requests_at_once_take_bounded_memory(service, at_rest, reque
     assert httpx.get(f"{service.url}/readyz").status_code == 200
 
 
-def test_a_worker_takes_bounded_memory_under_the_largest_requests(service, requests):
+def test_a_worker_takes_bounded_memory_under_the_largest_requests(service, scores):
     [worker] = service.workers()
     for name in ("as many tokens as allowed, with masks", "the same in bytes", "values that no list holds"):
         with Peak(worker.pid) as peak:
-            assert set(send(service.url, "POST", requests["POST", "/v1/score"][name], count=12)) <= {200, 429, 503}
+            assert set(send(service.url, "POST", scores[name], count=12)) <= {200, 429, 503}
         assert peak.grown() < MOST_WORKER_GROWTH, f"{name}: {peak.grown() >> 20} MiB"
     assert [child.pid for child in service.workers()] == [worker.pid]
 
 
-def test_the_loop_answers_while_large_json_is_decoded(service, requests):
+def test_the_loop_answers_while_large_json_is_decoded(service, scores):
     """The longest JSON that is decoded at all; before, the loop stood still for it."""
-    heavy = requests["POST", "/v1/score"]["JSON of as many tokens as fit"]
+    heavy = scores["JSON of as many tokens as fit"]
     busy = threading.Thread(target=send, args=(service.url, "POST", heavy, 12))
     busy.start()
     took = []
