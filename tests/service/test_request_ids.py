@@ -94,14 +94,11 @@ def test_a_clients_attempts_have_one_id_and_its_error_names_it():
     assert "request" not in str(protocol.error_of(httpx.Response(404, headers={"x-request-id": "r-1"}, json=body)))
 
 
-def test_json_logs_have_it(reference_folder, tmp_path, warm_python):
+def test_json_logs_have_it(serve, tmp_path):
     write_rows(tmp_path / "rows.jsonl", token_rows(1, 1))
-    models = {"ref": float32(reference_folder)}
-    file = settings_file(tmp_path, tmp_path / "store", models, log_format="json", dataset_roots=[str(tmp_path)])
-    with running("--config", file, warm=warm_python) as service:
+    with serve(log_format="json", dataset_roots=[str(tmp_path)]) as service:
         body = {"dataset": {"path": str(tmp_path / "rows.jsonl")}, "reference": "ref", "format": "tokens"}
         httpx.post(f"{service.url}/v1/jobs", json=body, headers={"x-request-id": "mine"}).raise_for_status()
-        found = [json.loads(line) for line in service.log if line.startswith("{")]
         wait_until(lambda: any('"mine"' in line for line in service.log))
         found = [json.loads(line) for line in list(service.log) if line.startswith("{")]
     assert [entry["request"] for entry in found if entry["message"].startswith("job submitted")] == ["mine"]

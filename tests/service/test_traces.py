@@ -1,6 +1,5 @@
 """Traces of jobs: a real client, a real service with its worker, and a real collector, which gets the spans."""
 
-import os
 import time
 
 import httpx
@@ -25,23 +24,18 @@ def taken():
 
 
 @pytest.fixture(scope="module")
-def service(reference_folder, tmp_path_factory, taken):
+def service(reference_folder, tmp_path_factory, taken, warm_python):
     folder = tmp_path_factory.mktemp("traces")
     models = {"ref": float32(reference_folder)}
     models["lost"] = {**float32(folder / "lost"), "trust_remote_code": True}
     deadly_model(reference_folder, folder / "lost", raises=f"the forward failed: https://host/x?t={'hush' * 200} again")
     file = settings_file(folder, folder / "store", models, dataset_roots=[str(folder)], token_budget=4096)
-    before = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
-    os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = taken.url
-    try:
-        with running("--config", file) as service:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", taken.url)
+        with running("--config", file, warm=warm_python) as service:
             service.folder = folder
             service.worker_ready()
             yield service
-    finally:
-        del os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"]
-        if before is not None:
-            os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = before
 
 
 def roots_of(taken, job):
@@ -137,17 +131,14 @@ def test_a_cancelled_job_is_stopped_and_no_error(service, taken):
     assert not root.is_error and root.attributes["reflogp.stopped"] == "cancelled"
 
 
-def test_a_job_that_a_restart_interrupts_sends_its_spans_and_goes_on_in_the_same_trace(
-    taken, reference_folder, tmp_path, monkeypatch
-):
+def test_a_job_that_a_restart_interrupts_sends_its_spans_and_goes_on_in_the_same_trace(serve, taken, tmp_path, monkeypatch):
     """SIGTERM ends the first attempt; the second one is another span below the same parent."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{taken.url}/v1/traces")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
-    models = {"ref": float32(reference_folder)}
-    file = settings_file(tmp_path, tmp_path / "store", models, token_budget=2048, commit_seconds=0.5)
+    settings = {"token_budget": 2048, "commit_seconds": 0.5}
     parent = f"00-{'a' * 32}-{'b' * 16}-01"
     content = write_rows(tmp_path / "rows.jsonl", token_rows(6000, 7)).read_bytes()
-    with running("--config", file) as first, Client(first.url) as client:
+    with serve(**settings) as first, Client(first.url) as client:
         first.worker_ready()
         headers = {"content-type": "application/jsonl", "traceparent": parent, "x-request-id": "mine"}
         answer = httpx.post(f"{first.url}/v1/jobs?reference=ref", content=content, headers=headers)
@@ -156,7 +147,7 @@ def test_a_job_that_a_restart_interrupts_sends_its_spans_and_goes_on_in_the_same
         first.stop()
     [root] = roots_of(taken, job)
     assert root.attributes["reflogp.stopped"] == "end" and root.resource["service.name"] == "ours"
-    with running("--config", file) as second, Client(second.url) as client:
+    with serve(**settings) as second, Client(second.url) as client:
         assert client.watch(job).state == "done"
     attempts = roots_of(taken, job)
     assert len(attempts) == 2
@@ -164,11 +155,10 @@ def test_a_job_that_a_restart_interrupts_sends_its_spans_and_goes_on_in_the_same
         assert (span.trace, span.parent, span.attributes["reflogp.request_id"]) == ("a" * 32, "b" * 16, "mine")
 
 
-def test_without_a_collector_a_job_is_as_fast(reference_folder, tmp_path, monkeypatch):
+def test_without_a_collector_a_job_is_as_fast(serve, tmp_path, monkeypatch):
     """Nothing listens at the endpoint; the worker's log names the reason, and the worker ends in time."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
-    file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)}, pinned="ref")
-    with running("--config", file) as service, Client(service.url) as client:
+    with serve(pinned="ref") as service, Client(service.url) as client:
         service.worker_ready()
         began = time.monotonic()
         job = client.watch(client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(50, 8)), "ref").id)
