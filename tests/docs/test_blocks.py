@@ -37,7 +37,6 @@ NOT_RUN: dict[tuple[str | None, str], str] = {
     ("docs/service.md", "reflogp submit http://127.0.0.1:8311 team/prefs"): "the Hub; tests/service/test_hub_datasets.py does",
     ("docs/engines.md", "python -m venv"): "makes vLLM's environment; make setup-vllm does",
     ("docs/engines.md", "/opt/vllm/bin/pip"): "makes vLLM's environment; make setup-vllm does",
-    ("docs/engines.md", "VLLM_CPU_KVCACHE_SPACE"): "vLLM's environment; tests/vllm/serving.py starts the same",
     ("docs/engines.md", "export REFLOGP_VLLM_PYTHON"): "names vLLM's environment",
     ("docs/engines.md", "reflogp reference /models/sft-70b"): "70B parameters on another machine",
     ("docs/engines.md", "reflogp score ./tokenizer"): "a server of such a model; tests/vllm/test_remote.py claims a small one",
