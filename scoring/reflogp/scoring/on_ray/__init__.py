@@ -2,7 +2,7 @@
 
 Ray Data is not used, for two reasons. Its actor pools endlessly retry a batch that crashes workers, whereas a run must find the
 sequence that causes the crashes and leave it out. Also, a single process must decide which rows are duplicates, bad or already
-scored. docs/ray.md describes an experiment with Ray Data.
+scored.
 """
 
 import os
