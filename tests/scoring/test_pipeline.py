@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from reflogp.scoring.data.read import RowSource, batched
 from reflogp.scoring.data.tokenize import TokenizedDataset
-from reflogp.scoring.errors import DatasetError, EngineError, OutOfMemoryError
+from reflogp.scoring.errors import DatasetError, EngineError, OutOfMemoryError, WorkerGoneError
 from reflogp.scoring.runs.pipeline import EngineScheduler
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.torch_engine import TorchEngine
-from reflogp.service.worker.engine_loop import EngineLoop, Engines, ModelUnloadedError, OnlineRequest
+from reflogp.service.worker.engine_loop import EngineLoop, Engines, OnlineRequest
 from reflogp.service.worker.units import JobEngine
 from reflogp.store import LogprobTable, Store, StoreUnavailableError, describe_reference, sequence_keys
 from tests.conftest import plain_token_logps, write_rows
@@ -240,7 +240,7 @@ def test_a_job_counts_its_own_passes_and_goes_on_later_if_its_model_makes_room_f
         assert len(values) == 60 and job.token_counts() == alone.token_counts()
         assert engines.get("a").token_counts().computed > job.token_counts().computed
         groups = itertools.chain([sequences], itertools.repeat([]))
-        with pytest.raises(ModelUnloadedError):
+        with pytest.raises(WorkerGoneError):
             for number, _ in enumerate(loop.flow("a", groups, lambda: None)):
                 if number == 2:
                     loop.ask(OnlineRequest("2", "b", random_sequences(2), 1.0, False, None))

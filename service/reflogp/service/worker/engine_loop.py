@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from reflogp.scoring.engines import PassEngine
-from reflogp.scoring.errors import OutOfMemoryError
+from reflogp.scoring.errors import OutOfMemoryError, WorkerGoneError
 from reflogp.scoring.torch_engine import Outcome, Sequence
 from reflogp.scoring.torch_engine.sequences import TokenCounts
 from reflogp.store import CheckpointError, ReflogpError, UsageError
@@ -48,12 +48,8 @@ _LOOK_FOR_GROUPS_SECONDS = 0.005
 Landed = list[tuple[int, Outcome]]
 
 
-class DeviceLostError(Exception):
-    """A forward pass failed, so this worker exits. Its job continues on another worker, or after this worker restarts."""
-
-
-class ModelUnloadedError(Exception):
-    """A job's model was unloaded to make room for another model. The job continues later."""
+def _unloaded() -> WorkerGoneError:
+    return WorkerGoneError("the job's model was unloaded to make room for another model", blamed=False)
 
 
 @dataclass
@@ -106,8 +102,8 @@ class _Work:
     Attributes:
         out: queue of results for the job: of each forward pass, its results and token counts; then None, or an error if the
             computation cannot continue.
-        is_starved: True if `groups` contained no new sequences when the engine last looked for them.
-        idle_until: value of time.monotonic() before which `groups` is not checked for new sequences.
+        idle_until: value of time.monotonic() before which `groups` is not checked for new sequences; 0 if `groups` contained
+            new sequences when the engine last looked for them.
         passes: the generator returned by `begin`, or None if the computation has not begun.
         abandoned: True if the job no longer reads `out`.
     """
@@ -116,7 +112,6 @@ class _Work:
     groups: Iterable[list[Sequence]]
     out: queue.SimpleQueue[tuple[Landed, TokenCounts] | BaseException | None] = field(default_factory=queue.SimpleQueue)
     engine: PassEngine | None = None
-    is_starved: bool = False
     idle_until: float = 0.0
     passes: Iterator[tuple[Landed, TokenCounts]] | None = None
     abandoned: bool = False
@@ -248,7 +243,7 @@ class EngineLoop:
         self._changed = threading.Condition()
         self._online: deque[OnlineRequest] = deque()
         self._work: _Work | None = None
-        self._closing = self._is_lost = False
+        self._closing = False
         self._news = False
         self._serving = False
         self._overlapped = -_OVERLAP_SECONDS
@@ -287,8 +282,7 @@ class EngineLoop:
             check: called repeatedly in the calling thread while it waits for outcomes; raises an error to stop the job.
 
         Raises:
-            ModelUnloadedError: the model was unloaded to make room for another model. The job can start again later.
-            DeviceLostError: a forward pass failed.
+            WorkerGoneError: the model was unloaded to make room for another model. The job can start again later.
             EngineError, or another ReflogpError: the model cannot be loaded.
         """
         return self._follow(_Work(reference_id, groups), check)
@@ -306,10 +300,6 @@ class EngineLoop:
 
     def _follow(self, work: _Work, check: Callable[[], None]) -> Iterator[tuple[Landed, TokenCounts]]:
         with self._changed:
-            if self._is_lost:
-                raise DeviceLostError("an earlier forward pass on this device failed")
-            if self._work is not None:  # left over from a job that was abandoned while the loop was busy
-                self._work.out.put(ModelUnloadedError())
             self._work = work
             self._tell()
         try:
@@ -342,19 +332,9 @@ class EngineLoop:
     def run(self) -> None:
         """Alternate between online requests and the job until `close` is called.
 
-        If a forward pass fails, the device may be unusable. This method then raises EngineError, and `flow` raises
-        DeviceLostError.
+        Raises EngineError if a forward pass fails. The device may then be unusable, so the process must exit; until it does,
+        `flow` waits.
         """
-        try:
-            self._take_turns()
-        except BaseException as error:
-            with self._changed:
-                self._is_lost = True
-                if self._work is not None:
-                    self._work.out.put(DeviceLostError(str(error)))
-            raise
-
-    def _take_turns(self) -> None:
         jobs_turn = False
         while not self._closing:
             work = self._ready_work()
@@ -411,10 +391,10 @@ class EngineLoop:
 
     def _advance(self, work: _Work) -> None:
         if work.passes is not None and self._engines.peek(work.reference_id) is not work.engine:
-            work.out.put(ModelUnloadedError())  # the model was unloaded because another model needed memory
+            work.out.put(_unloaded())
             self._drop(work)
             return
-        if not work.is_starved:  # a check for a new group does not count as a use of the engine
+        if not work.idle_until:  # a check for a new group does not count as a use of the engine
             try:
                 work.engine = self._engine(work.reference_id)
             except ReflogpError as error:
@@ -428,12 +408,11 @@ class EngineLoop:
         work.engine.pass_seconds = _PASS_SECONDS if is_online else None
         with self._doing("pass"):
             landed = next(work.passes, None)
-        work.is_starved = landed is not None and not landed[0]
-        if work.is_starved:
-            work.idle_until = time.monotonic() + _LOOK_FOR_GROUPS_SECONDS
         work.out.put(landed)
         if landed is None:
             self._drop(work)
+        else:
+            work.idle_until = 0.0 if landed[0] else time.monotonic() + _LOOK_FOR_GROUPS_SECONDS
 
     def _drop(self, work: _Work) -> None:
         with self._changed:
@@ -491,7 +470,7 @@ class EngineLoop:
             if not all(self._engines.settled(other, _RESIDENT_SECONDS, _IDLE_SECONDS) for other in displaced):
                 continue
             if work is not None and work.reference_id in displaced:
-                work.out.put(ModelUnloadedError())
+                work.out.put(_unloaded())
                 self._drop(work)
             with self._changed:
                 if request in self._online:

@@ -6,7 +6,6 @@ The device works for one runner at a time; another runner that has connected wai
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import threading
@@ -21,7 +20,7 @@ from reflogp.scoring.runs.calls import answer_calls
 from reflogp.scoring.runs.units import UnitScorer, VisionCache
 from reflogp.scoring.torch_engine import Outcome, Sequence
 from reflogp.scoring.torch_engine.sequences import TokenCounts
-from reflogp.service.worker.engine_loop import DeviceLostError, EngineLoop, ModelUnloadedError
+from reflogp.service.worker.engine_loop import EngineLoop
 from reflogp.store.top import ValuesTable
 
 logger = logging.getLogger("reflogp.worker")
@@ -136,17 +135,19 @@ class _Runner:
         while not self._server.turn.acquire(timeout=_LOOK_SECONDS):
             self._check()
         self._has_turn = True
-        with self._as_gone():
-            loop = self._server.loop
-            engine = JobEngine(loop, loop.engine(reference_id, self._check), reference_id, self._check)
-            table, vision = self._server.open_table(reference_id), self._server.vision(reference_id)
-            self._units = UnitScorer(engine, table, vision, self._server.commit_seconds)
+        loop = self._server.loop
+        engine = JobEngine(loop, loop.engine(reference_id, self._check), reference_id, self._check)
+        table, vision = self._server.open_table(reference_id), self._server.vision(reference_id)
+        self._units = UnitScorer(engine, table, vision, self._server.commit_seconds)
         return self._units.provenance
 
     def score(self, content: bytes, again: bool) -> dict[str, Any]:
         assert self._units is not None, "`prepare` is called before `score`"
-        with self._as_gone():
+        try:
             return self._units.score(content, again)
+        except EngineError:
+            self._check()  # if the worker was stopped, that is the error
+            raise
 
     def progress(self) -> int:
         return 0 if self._units is None else self._units.scored
@@ -165,16 +166,3 @@ class _Runner:
     def _check(self) -> None:
         if self._is_stopped or self._server.is_ending:
             raise WorkerGoneError("the worker was stopped", blamed=False)
-
-    @contextlib.contextmanager
-    def _as_gone(self) -> Generator[None]:
-        """Turn an error that ends the work for this runner, but is not the fault of its sequences, into WorkerGoneError."""
-        try:
-            yield
-        except ModelUnloadedError:
-            raise WorkerGoneError("the job's model was unloaded to make room for another model", blamed=False) from None
-        except DeviceLostError:
-            threading.Event().wait()  # this process is about to exit, and the service tells the runner why
-        except EngineError:
-            self._check()
-            raise
