@@ -40,7 +40,7 @@ from reflogp.scoring.torch_engine.flow import InFlight, Unit
 from reflogp.service.confined_paths import digest_below
 from reflogp.service.models import JobSettings
 from reflogp.service.runner.devices import LentWorkers
-from reflogp.service.runner.job import JobCallbacks, run_job
+from reflogp.service.runner.job import run_job
 from reflogp.service.runner.order import Claim, JobContext, JobOrder
 from reflogp.service.settings import ReferenceSettings
 from reflogp.service.worker.engine_loop import Answer, EngineLoop, Engines, OnlineRequest
@@ -163,14 +163,7 @@ def job(world: World, online: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def work() -> None:
-        found.update(
-            run_job(
-                order,
-                context,
-                workers,
-                JobCallbacks(lambda progress, committed: None, lambda: None),
-            )
-        )
+        found.update(run_job(order, context, workers, lambda progress, committed: None, lambda: None))
 
     at_work = threading.Thread(target=work)
     at_work.start()

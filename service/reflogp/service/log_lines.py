@@ -1,9 +1,13 @@
-"""Format the log records of the service and its workers as human-readable lines."""
+"""Format the log records of the service, its workers and runners as human-readable lines."""
 
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import sys
 
+from reflogp.scoring.machine import quiet_libraries
 from reflogp.store.texts import LineFormatter
 
 FIELDS = "%(asctime)s %(levelname)s %(name)s %(message)s"
@@ -22,3 +26,15 @@ class LogLine(LineFormatter):
             if about is not None:
                 line += f" [{name} {about}]"
         return line
+
+
+def set_up_process() -> None:
+    """Let a process that the service has started write to the service's log, and ignore Ctrl-C."""
+    # Ctrl-C reaches the whole process group, but the service decides when its processes end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.dup2(2, 1)  # what libraries print goes to the log
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogLine())
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.captureWarnings(True)
+    quiet_libraries()

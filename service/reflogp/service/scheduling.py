@@ -539,7 +539,7 @@ class JobScheduler:
         """Tell a job's runner to stop, and kill it if it has not exited after _STOP_SECONDS."""
         running.stop_reason = running.stop_reason or why
         asyncio.get_running_loop().call_later(_STOP_SECONDS, self._kill, running, "it did not stop in time")
-        running.send({"op": "stop", "why": running.stop_reason})
+        running.send({"op": "stop"})
 
     def _kill(self, running: _Running, why: str) -> None:
         if running.runner is not None:

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,22 +44,7 @@ _MOST_BAD_ROWS = 1_000_000
 
 
 class JobStoppedError(Exception):
-    """The job must stop. The error's text is the reason: "cancelled", "interrupted" (by a more urgent job) or "end"."""
-
-
-@dataclass(frozen=True)
-class JobCallbacks:
-    """Callbacks of a running job.
-
-    Attributes:
-        report: called with the job's progress (a dict with the fields of JobProgress in service.models), and with True if
-            values have been committed since the last call, otherwise False.
-        check: called repeatedly; raises JobStoppedError to stop the job. Values computed before the job stops are still
-            committed.
-    """
-
-    report: Callable[[dict[str, Any], bool], None]
-    check: Callable[[], None]
+    """The job must stop."""
 
 
 class Progress(ProgressCallbacks):
@@ -68,9 +53,9 @@ class Progress(ProgressCallbacks):
     `problems` maps row numbers to the reasons why these rows have no values.
     """
 
-    def __init__(self, job: JobCallbacks) -> None:
+    def __init__(self, report: Callable[[dict[str, Any], bool], None], check: Callable[[], None]) -> None:
         self.problems: dict[int, str] = {}
-        self._job = job
+        self._send, self._check = report, check
         self._began = time.monotonic()
         self._sent = 0.0
         self._rows = self._sequences = self._done = self._hits = self._scored = self._tokens = 0
@@ -112,7 +97,7 @@ class Progress(ProgressCallbacks):
         self._report(now=True)
 
     def _report(self, committed: bool = False, now: bool = False) -> None:
-        self._job.check()
+        self._check()
         moment = time.monotonic()
         if not committed and not now and moment - self._sent < _REPORT_SECONDS:
             return
@@ -125,7 +110,7 @@ class Progress(ProgressCallbacks):
         left = None
         if self._scoring_since is not None:
             left = max(0, self._sequences - self._done) * (moment - self._scoring_since) / self._scored
-        self._job.report(
+        self._send(
             {
                 "rows": self._rows,
                 "sequences": self._sequences,
@@ -142,7 +127,13 @@ class Progress(ProgressCallbacks):
         )
 
 
-def run_job(order: JobOrder, context: JobContext, workers: Workers, job: JobCallbacks) -> dict[str, Any]:
+def run_job(
+    order: JobOrder,
+    context: JobContext,
+    workers: Workers,
+    report: Callable[[dict[str, Any], bool], None],
+    check: Callable[[], None],
+) -> dict[str, Any]:
     """Run a job.
 
     Return the summary that `reflogp score --json` prints, with two additional entries: `image_files` is True if any row names
@@ -152,6 +143,12 @@ def run_job(order: JobOrder, context: JobContext, workers: Workers, job: JobCall
     tokenizer from the model's folder. If a dataset or tokenizer file is modified during an attempt, the job starts over, with
     at most three attempts in all. Values computed before stay valid, because their keys are computed from the token ids. The
     digest does not cover images that rows name by path; if such an image changes, so do the keys of its rows.
+
+    Args:
+        report: called with the job's progress (a dict with the fields of JobProgress in service.models), and with True if
+            values have been committed since the last call, otherwise False.
+        check: called repeatedly; raises JobStoppedError to stop the job. Values computed before the job stops are still
+            committed.
 
     Raises:
         JobStoppedError: the job must stop now. The job continues later unless it was cancelled.
@@ -167,9 +164,9 @@ def run_job(order: JobOrder, context: JobContext, workers: Workers, job: JobCall
         store=hide_secrets(context.store),
     ):
         for attempt in range(_ATTEMPTS):
-            progress = Progress(job)
+            progress = Progress(report, check)
             try:
-                summary, image_files = _attempt(order, context, workers, job, progress)
+                summary, image_files = _attempt(order, context, workers, progress, check)
                 break
             except FileChangedError as error:
                 if isinstance(error, ContentMismatchError) or attempt == _ATTEMPTS - 1:
@@ -182,14 +179,14 @@ def run_job(order: JobOrder, context: JobContext, workers: Workers, job: JobCall
 
 
 def _attempt(
-    order: JobOrder, context: JobContext, workers: Workers, job: JobCallbacks, progress: Progress
+    order: JobOrder, context: JobContext, workers: Workers, progress: Progress, check: Callable[[], None]
 ) -> tuple[ScoreSummary, bool]:
     """Return the summary of one attempt, and whether any row names an image file. May also raise FileChangedError."""
     reference, store = order.reference, Store(context.store)
     asked = order.claim.settings
     settings = TrainerSettings(asked.max_length, asked.truncation_mode, asked.ld_alpha)
-    with open_dataset(order, context, job.check) as (dataset, _):
-        scheduler = Scheduler(workers=workers, check=job.check)
+    with open_dataset(order, context, check) as (dataset, _):
+        scheduler = Scheduler(workers=workers, check=check)
         try:
             summary = score_dataset(
                 dataset, store, reference, scheduler, settings=settings, watcher=progress, top_k=order.model.top_k
@@ -198,7 +195,7 @@ def _attempt(
             scheduler.close()  # gives the workers back
         with span("write result"):
             snapshot = store[reference.reference_id].snapshot()
-            write_result(dataset, snapshot, settings, progress.problems, Path(order.result), job.check)
+            write_result(dataset, snapshot, settings, progress.problems, Path(order.result), check)
     return summary, dataset.names_image_files
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from reflogp.scoring.frames import encode
 from reflogp.scoring.reports.build import make_page
 from reflogp.scoring.reports.collect import collect
+from reflogp.service.log_lines import set_up_process
 from reflogp.service.runner.job import open_dataset
 from reflogp.service.runner.job_dataset import delete_oldest
 from reflogp.service.runner.order import JobContext, JobOrder
-from reflogp.service.runner.run import set_up_process
 from reflogp.store import ReflogpError, Store, StoreUnavailableError
 from reflogp.store.files import write_atomically
 from reflogp.store.texts import shortened_without_secrets

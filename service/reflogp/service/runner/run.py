@@ -13,17 +13,15 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import traceback
 from typing import Any
 
 from reflogp.scoring import tracing
 from reflogp.scoring.frames import encode, read_frame
-from reflogp.scoring.machine import quiet_libraries
-from reflogp.service.log_lines import LogLine
+from reflogp.service.log_lines import set_up_process
 from reflogp.service.runner.devices import LentWorkers
-from reflogp.service.runner.job import JobCallbacks, JobStoppedError, run_job
+from reflogp.service.runner.job import JobStoppedError, run_job
 from reflogp.service.runner.limited import NoProcessError
 from reflogp.service.runner.order import JobContext, JobOrder
 from reflogp.store import ReflogpError, StoreUnavailableError
@@ -39,33 +37,21 @@ def main(connection: socket.socket, order: JobOrder, context: JobContext) -> Non
     """Run a job in this process, and exit."""
     runner = _Runner(connection, order)
     set_up_process()
-    signal.signal(signal.SIGTERM, lambda *_: runner.stop("end"))
+    signal.signal(signal.SIGTERM, lambda *_: runner.stop())
     runner.send(runner.run(context))
     tracing.flush()
     os._exit(0)
 
 
-def set_up_process() -> None:
-    """Let a process that the fork server has started write to the service's log, and ignore Ctrl-C."""
-    # Ctrl-C reaches the whole process group, but the service decides when jobs end
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.dup2(2, 1)  # what libraries print goes to the log
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LogLine())
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    logging.captureWarnings(True)
-    quiet_libraries()
-
-
 class _Runner:
     def __init__(self, connection: socket.socket, order: JobOrder) -> None:
-        self._stopped_for: str | None = None
+        self._is_stopped = False
         self._connection = connection
         self._order = order
         self._workers = LentWorkers(order.reference.reference_id, self._check)
 
-    def stop(self, why: str) -> None:
-        self._stopped_for = self._stopped_for or why
+    def stop(self) -> None:
+        self._is_stopped = True
 
     def send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # raised if the service has exited, which `_read` notices
@@ -74,9 +60,9 @@ class _Runner:
     def run(self, context: JobContext) -> dict[str, Any]:
         """Run the job and return the frame that reports how it ended."""
         threading.Thread(target=self._read, name="frames", daemon=True).start()
-        callbacks = JobCallbacks(self._report, self._check)
         try:
-            return {"op": "job", "end": "done", "summary": run_job(self._order, context, self._workers, callbacks)}
+            summary = run_job(self._order, context, self._workers, self._report, self._check)
+            return {"op": "job", "end": "done", "summary": summary}
         except JobStoppedError:
             return {"op": "job", "end": "stopped", "error": None}
         except NoProcessError as error:
@@ -85,7 +71,7 @@ class _Runner:
         except StoreUnavailableError as error:
             return {"op": "job", "end": "stopped", "error": str(error)}
         except Exception as error:
-            if self._stopped_for is not None:  # what the job needs may end together with it
+            if self._is_stopped:  # what the job needs may end together with it
                 return {"op": "job", "end": "stopped", "error": None}
             if isinstance(error, ReflogpError | OSError):
                 return {"op": "job", "end": "failed", "error": shortened_without_secrets(str(error))}
@@ -98,8 +84,8 @@ class _Runner:
         self.send({"op": "progress", "progress": progress, "committed": committed})
 
     def _check(self) -> None:
-        if self._stopped_for is not None:
-            raise JobStoppedError(self._stopped_for)
+        if self._is_stopped:
+            raise JobStoppedError
 
     def _read(self) -> None:
         with contextlib.suppress(OSError), self._connection.makefile("rb") as frames:
@@ -113,7 +99,7 @@ class _Runner:
                     case "gone":
                         self._workers.gone(message["worker"], message["reason"], message["blamed"])
                     case "stop":
-                        self.stop(message["why"])
-        self.stop("end")  # the service has exited
+                        self.stop()
+        self.stop()  # the service has exited
         threading.Event().wait(_LAST_SECONDS)
         os._exit(1)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -29,11 +28,10 @@ import torch
 from reflogp.scoring import tracing
 from reflogp.scoring.engines import EngineChoice, PassEngine
 from reflogp.scoring.frames import encode, read_frame
-from reflogp.scoring.machine import quiet_libraries
 from reflogp.scoring.runs.units import VisionCache
 from reflogp.scoring.torch_engine import Sequence
 from reflogp.scoring.torch_engine.load import choose_device
-from reflogp.service.log_lines import LogLine
+from reflogp.service.log_lines import set_up_process
 from reflogp.service.settings import ReferenceSettings
 from reflogp.service.worker.engine_loop import Answer, EngineLoop, Engines, OnlineRequest
 from reflogp.service.worker.protocol import WorkerConfiguration, outcomes_table, table_of
@@ -242,18 +240,11 @@ def _ids(scalar: Any) -> Any:
 
 
 def main() -> None:
-    # Ctrl-C sends SIGINT to the whole process group, but the service decides when workers end
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the service decides when workers end
     # the parent process may ignore SIGCHLD; if this process inherited that, the exit status of child processes would be lost
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     out, source = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
-    os.dup2(2, 1)  # redirect stdout to stderr: what libraries print must not mix with the frames
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LogLine())
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
-    logging.captureWarnings(True)
-    quiet_libraries()
+    set_up_process()
     frame = read_frame(source)
     if frame is None:
         return
