@@ -6,10 +6,10 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import Future
 from contextvars import copy_context
 from functools import partial
-from typing import TypeVar, TypeVarTuple, Unpack
+from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 from reflogp.service.problems import Problem
 
@@ -21,7 +21,7 @@ class Threads:
     """A limited number of threads for one kind of call.
 
     anyio's threads would not do: an abandoned call that hangs no longer counts toward anyio's limit, and the process waits for
-    its thread before it ends.
+    its thread before it ends. A ThreadPoolExecutor's threads are waited for, too.
 
     Args:
         what: what the calls wait for, as it is named in the error ("the store").
@@ -30,9 +30,8 @@ class Threads:
 
     def __init__(self, what: str, most: int, seconds: float | None = None) -> None:
         self._what, self._seconds = what, seconds
-        self._free = asyncio.Semaphore(most)
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._idle = 0  # number of threads that wait for a call
+        self._to_start = most  # number of threads that are started when there are calls for them
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
 
     async def run(self, function: Callable[[Unpack[Arguments]], Result], *args: *Arguments) -> Result:
         """Return the result of a call in a thread.
@@ -41,11 +40,15 @@ class Threads:
 
         Raises Problem 503 if the call takes too long, in addition to what the function raises.
         """
+        if self._to_start:
+            threading.Thread(target=self._work_for_ever, name=self._what, daemon=True).start()
+            self._to_start -= 1
+        answer: Future[Result] = Future()
+        self._calls.put((answer, partial(copy_context().run, function, *args)))
         limit = asyncio.timeout(self._seconds)
         try:
             async with limit:
-                await self._free.acquire()
-                return await self._begun(partial(copy_context().run, function, *args))
+                return await asyncio.wrap_future(answer)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -56,40 +59,12 @@ class Threads:
                 {"Retry-After": "10"},
             ) from None
 
-    def _begun(self, call: Callable[[], Result]) -> asyncio.Future[Result]:
-        loop = asyncio.get_running_loop()
-        outcome: asyncio.Future[Result] = loop.create_future()
-
-        def ended(result: Result | None, error: BaseException | None) -> None:
-            self._idle += 1
-            self._free.release()
-            if outcome.done():
-                return
-            if error is not None:
-                outcome.set_exception(error)
-            else:
-                outcome.set_result(result)  # type: ignore[arg-type]
-
-        def work() -> None:
-            result, error = None, None
-            try:
-                result = call()
-            except BaseException as raised:
-                error = raised
-            with suppress(RuntimeError):  # the loop has been closed
-                loop.call_soon_threadsafe(ended, result, error)
-
-        if self._idle:
-            self._idle -= 1
-        else:
-            try:
-                threading.Thread(target=self._work_for_ever, name=self._what, daemon=True).start()
-            except RuntimeError:  # the system allows no more threads
-                self._free.release()
-                raise
-        self._calls.put(work)
-        return outcome
-
     def _work_for_ever(self) -> None:
         while True:
-            self._calls.get()()
+            answer, call = self._calls.get()
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(call())
+                except BaseException as error:
+                    answer.set_exception(error)
+            del answer, call  # what they hold is not kept until the next call
