@@ -109,7 +109,7 @@ def test_cancelled_jobs_end_cancelled_whatever_happens_to_them(tmp_path):
 def test_a_task_that_fails_is_started_again(monkeypatch, caplog):
     from reflogp.service import supervision
 
-    monkeypatch.setattr(supervision, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(supervision, "_PAUSE", 0.001)
     runs = []
 
     async def work():
