@@ -165,19 +165,15 @@ class Precompute:
         Args:
             wait: an unfinished job is returned after its next change, or after this many seconds.
         """
-        with self._scheduler.watched(job_id) as changed:  # before the job is read, so that no change is missed
-            job = await self._read(job_id)
-            if not wait or job.state not in UNFINISHED or self._scheduler.closing:
-                return job
-            with suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), wait)
-            return await self._read(job_id)
-
-    async def _read(self, job_id: str) -> Job:
+        change = self._scheduler.change(job_id)  # before the job is read, so that no change is missed
         job = await to_thread.run_sync(self._ledger.get, job_id)
         if job is None:
             raise _unknown(job_id)
-        return job
+        if not wait or job.state not in UNFINISHED or self._scheduler.closing:
+            return job
+        with suppress(TimeoutError):
+            await asyncio.wait_for(change.wait(), wait)
+        return await self.get(job_id)
 
     async def result(self, job_id: str) -> Path:
         """Return the path of the result of a job that is done. Raises Problem if there is none."""

@@ -14,11 +14,12 @@ import logging
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from anyio import to_thread
 
@@ -53,19 +54,13 @@ _LEFT_SECONDS, _LEFT_TO_LOAD_SECONDS = 1.0, 30.0
 _FAILURES = 3
 #: A runner that has not stopped after this many seconds is killed; the second number applies when the service ends.
 _STOP_SECONDS, _END_SECONDS = 30.0, 20.0
-#: Why a job is stopped that goes on later, and its note.
-_STOPPED = {
-    "interrupted": "a job with higher priority needed the worker",
-    "end": "the service ended",
-}
 #: A job that was first submitted less than this many seconds ago may be overtaken by newer jobs of the same priority whose
 #: model is already loaded.
 _PATIENCE_SECONDS = 60.0
 #: Seconds between checks of a working ledger, and between attempts to use a failing one.
 _LEDGER_SECONDS, _LEDGER_AGAIN_SECONDS = 5.0, 1.0
-#: A job whose store cannot be used is tried again after _STORE_PAUSE seconds, doubled after each further failure, up to
-#: _LONGEST_STORE_PAUSE. It fails after more than _STORE_TRIES failures between two commits, which takes about three hours.
-_STORE_PAUSE, _LONGEST_STORE_PAUSE, _STORE_TRIES = 30.0, 600.0, 20
+#: Seconds before a job whose store cannot be used is tried again.
+_STORE_PAUSE = 30.0
 
 
 class _Running:
@@ -76,7 +71,7 @@ class _Running:
         workers: numbers of the workers that are lent to the job.
         failures: worker number -> how often the worker has died while it was lent to the job.
         cancelled: whether the job has been cancelled; it may have been stopped for another reason before.
-        stop_reason: why the job must stop ("cancelled", or a key of _STOPPED), or None if it may continue.
+        stopped_for: why the job must stop, or None if it may continue.
         counted: the progress that the metrics already include.
     """
 
@@ -86,7 +81,7 @@ class _Running:
         self.workers = {worker}
         self.failures: Counter[int] = Counter()
         self.cancelled = False
-        self.stop_reason: str | None = None
+        self.stopped_for: str | None = None
         self.counted = JobProgress()
 
     def send(self, message: dict[str, Any]) -> None:
@@ -126,12 +121,10 @@ class JobScheduler:
         self._threads = Threads("the dataset's file system", 4)
         self._pool: Pool
         self._running: dict[str, _Running] = {}  # job id -> the running job
-        # id of a running or queued job -> how often its store could not be used, and how many of its runners have died, since
-        # values of the job were last committed
-        self._store_failures: Counter[str] = Counter()
+        # id of a running or queued job -> how many of its runners have died since values of the job were last committed
         self._deaths: Counter[str] = Counter()
         self._paused: dict[str, float] = {}  # id of a job -> when it may be tried again, on the clock of time.monotonic
-        self._watchers: dict[str, set[asyncio.Event]] = {}
+        self._changes: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()  # of the jobs that somebody watches
         self._background: set[asyncio.Task[Any]] = set()
         self._wanted = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -155,13 +148,13 @@ class JobScheduler:
         self._fetching.close()
         for task in self._tasks:
             task.cancel()
-        for job in list(self._watchers):
+        for job in list(self._changes):
             self.notify(job)
 
     async def stop(self) -> None:
         """Stop all running jobs, and wait until their runners have exited. Call this method before the workers exit."""
         for running in self._running.values():
-            self._stop(running, "end")
+            self._stop(running, "the service ended")
         stop = time.monotonic() + _END_SECONDS
         while self._running and time.monotonic() < stop:
             await asyncio.sleep(0.05)
@@ -185,21 +178,13 @@ class JobScheduler:
             self._cancel(self._running[job])
         return state
 
-    @contextmanager
-    def watched(self, job: str) -> Iterator[asyncio.Event]:
-        """Yield an event that is set when the job changes, or when the service ends."""
-        changed = asyncio.Event()
-        self._watchers.setdefault(job, set()).add(changed)
-        try:
-            yield changed
-        finally:
-            self._watchers[job].discard(changed)
-            if not self._watchers[job]:
-                del self._watchers[job]
+    def change(self, job: str) -> asyncio.Event:
+        """Return an event that is set when the job changes, or when the service ends."""
+        return self._changes.setdefault(job, asyncio.Event())
 
     def notify(self, job: str) -> None:
-        for changed in self._watchers.get(job, ()):
-            changed.set()
+        if (change := self._changes.pop(job, None)) is not None:
+            change.set()
 
     def result(self, job_id: str) -> Path:
         """Return the path of a job's result.
@@ -268,29 +253,20 @@ class JobScheduler:
             case _ if message["error"] is None or running.cancelled:
                 await self._record_stop(running)
             case _:
-                await self._record_trouble_with_store(job, shortened_without_secrets(message["error"]))
-
-    async def _record_trouble_with_store(self, job: str, error: str) -> None:
-        error = f"the store cannot be used: {error}"
-        self._store_failures[job] += 1
-        if self._store_failures[job] > _STORE_TRIES:
-            await self._finish(job, "failed", error=error)
-        else:
-            pause = min(_LONGEST_STORE_PAUSE, _STORE_PAUSE * 2 ** (self._store_failures[job] - 1))
-            self._paused[job] = time.monotonic() + pause
-            asyncio.get_running_loop().call_later(pause, self.look)
-            await self._give_back(job, error)
+                self._paused[job] = time.monotonic() + _STORE_PAUSE
+                asyncio.get_running_loop().call_later(_STORE_PAUSE, self.look)
+                await self._give_back(job, f"the store cannot be used: {shortened_without_secrets(message['error'])}")
 
     async def _record_stop(self, running: _Running) -> None:
         if running.cancelled:
             await self._finish(running.claim.id, "cancelled")
         else:
-            await self._give_back(running.claim.id, _STOPPED[running.stop_reason or "end"])
+            await self._give_back(running.claim.id, running.stopped_for or "the service ended")
 
     async def _record_death(self, running: _Running, reason: str) -> None:
         """Record that a job's runner has exited without a report."""
         job = running.claim.id
-        if running.stop_reason is not None:
+        if running.stopped_for is not None:
             await self._record_stop(running)
             return
         logger.warning("the process that ran the job ended: %s", reason, extra={"job": job})
@@ -315,8 +291,8 @@ class JobScheduler:
 
     def _ended(self, job: str, state: JobState, error: str | None = None, changed: bool = True) -> None:
         """Count and log the end of a job, which the ledger has recorded, unless it had ended before. Notify its watchers."""
-        for troubles in (self._store_failures, self._deaths, self._paused):
-            troubles.pop(job, None)
+        self._deaths.pop(job, None)
+        self._paused.pop(job, None)
         if changed:
             self._metrics.jobs_ended.labels(state).inc()
             logger.info("job %s%s", state, f": {error}" if error else "", extra={"job": job})
@@ -379,11 +355,11 @@ class JobScheduler:
             self.notify(claim.id)
         but = {*self._paused, *self._running}
         highest = await to_thread.run_sync(self._ledger.highest_queued_priority, but)
-        busy = [running for running in self._running.values() if not running.stop_reason and self._has_ready_worker(running)]
-        if highest is not None and busy and not any(running.stop_reason for running in self._running.values()):
+        busy = [running for running in self._running.values() if not running.stopped_for and self._has_ready_worker(running)]
+        if highest is not None and busy and not any(running.stopped_for for running in self._running.values()):
             lowest = min(busy, key=lambda running: running.claim.priority)
             if lowest.claim.priority < highest:
-                self._stop(lowest, "interrupted")
+                self._stop(lowest, "a job with higher priority needed the worker")
         for running in self._running.values():
             self._lend_idle(running)
 
@@ -405,7 +381,7 @@ class JobScheduler:
 
     def _lend_idle(self, running: _Running) -> None:
         """Lend idle workers to a running job: to one that has no worker, or that more workers are worthwhile for."""
-        if self.closing or running.stop_reason is not None or running.runner is None:
+        if self.closing or running.stopped_for is not None or running.runner is None:
             return
         lent = {number for other in self._running.values() for number in other.workers}
         for worker in self._pool.workers:
@@ -476,7 +452,6 @@ class JobScheduler:
         job, progress = running.claim.id, JobProgress(**message["progress"])
         self._count(running, progress)
         if message["committed"]:
-            self._store_failures.pop(job, None)
             self._deaths.pop(job, None)
         self._lend_idle(running)
         self._ledger.progressed(job, progress)
@@ -506,7 +481,7 @@ class JobScheduler:
             what = "" if isinstance(error, ReferenceNotFoundError) else "the dataset cannot be used: "
             await self._finish(claim.id, "failed", error=what + detail)
             return False
-        if running.stop_reason is not None:
+        if running.stopped_for is not None:
             await self._record_stop(running)
             return False
         try:
@@ -517,8 +492,8 @@ class JobScheduler:
         logger.info("job started, pid %s, on worker %s", running.runner.pid, *running.workers, extra={"job": claim.id})
         for number in running.workers:
             self._lend(running, number)
-        if running.stop_reason is not None:
-            self._stop(running, running.stop_reason)
+        if running.stopped_for is not None:
+            self._stop(running, running.stopped_for)
         return True
 
     async def order(self, claim: Claim) -> JobOrder:
@@ -533,11 +508,11 @@ class JobScheduler:
 
     def _cancel(self, running: _Running) -> None:
         running.cancelled = True
-        self._stop(running, "cancelled")
+        self._stop(running, "the job was cancelled")
 
     def _stop(self, running: _Running, why: str) -> None:
         """Tell a job's runner to stop, and kill it if it has not exited after _STOP_SECONDS."""
-        running.stop_reason = running.stop_reason or why
+        running.stopped_for = running.stopped_for or why
         asyncio.get_running_loop().call_later(_STOP_SECONDS, self._kill, running, "it did not stop in time")
         running.send({"op": "stop"})
 
