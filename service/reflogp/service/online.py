@@ -155,6 +155,10 @@ class OnlineScoring:
 
     async def on_frame(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
         match message["op"]:
+            case "ready":
+                for waiting in self._pending.values():
+                    if waiting.worker is worker:
+                        self._send(waiting)
             case "round":
                 for key in message["ids"]:
                     if key in self._pending:
@@ -165,7 +169,7 @@ class OnlineScoring:
                     entry.answer.set_result((message, body))
 
     async def on_death(self, worker: WorkerHandle, reason: str) -> bool:
-        """After a worker's process has exited, send the worker's unanswered requests to the worker's next process.
+        """Handle the end of a worker's process. The next one gets the worker's unanswered requests when it is ready.
 
         If the exited process was computing a request, the next process computes that request alone. A request fails if several
         consecutive starts of the worker have failed, or if _DEATHS processes have died while computing it.
@@ -190,10 +194,10 @@ class OnlineScoring:
                 )
             elif worker.broken:
                 self._fail(key, _no_worker(worker))
-            else:
-                entry.message["deadline_seconds"] = entry.deadline - time.monotonic()
-                worker.send(entry.message, entry.body)
         return blame
+
+    def _send(self, entry: _Pending) -> None:
+        entry.worker.send({**entry.message, "deadline_seconds": entry.deadline - time.monotonic()}, entry.body)
 
     async def _ask(
         self, reference_id: str, sequences: pa.Table, temperature: float, write: bool, deadline: float, top_k: int
@@ -210,12 +214,12 @@ class OnlineScoring:
             "alone": False,
             "write": write,
             "top_k": top_k,
-            "deadline_seconds": deadline - time.monotonic(),
         }
         answer: asyncio.Future[tuple[dict[str, Any], bytes]] = asyncio.get_running_loop().create_future()
         entry = _Pending(worker, message, stream_bytes(sequences), tokens, deadline, answer)
         self._pending[key] = entry
-        worker.send(message, entry.body)
+        if worker.ready:
+            self._send(entry)
         try:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
                 answered, body = await answer

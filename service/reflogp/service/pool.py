@@ -80,7 +80,6 @@ class WorkerHandle:
         self.answered = False
         self.doing: tuple[str, float] | None = None
         self._is_asked = False
-        self._backlog: list[bytes] = []
 
     @property
     def broken(self) -> bool:
@@ -98,9 +97,9 @@ class WorkerHandle:
         return self.ready and not self.late
 
     def send(self, message: dict[str, Any], body: bytes = b"") -> None:
-        """Send a frame to the worker. If the current process does not accept the frame, keep the frame for the next process."""
-        if not self._is_sent(encode(message, body)):
-            self._backlog.append(encode(message, body))
+        """Send a frame to the worker's process, unless it has exited."""
+        if self.process is not None and self.process.stdin is not None and not self.process.stdin.is_closing():
+            self.process.stdin.write(encode(message, body))
 
     def kill(self, why: str) -> None:
         """Kill the worker's process, for a reason. The pool then starts a new one, unless it is closing."""
@@ -114,9 +113,7 @@ class WorkerHandle:
         self.silent_seconds, self.answered, self._is_asked, self.doing = 0.0, False, False, None
         self.process = await start_worker()
         self.last_error = ""
-        frames, self._backlog = self._backlog, []
-        for data in [encode({"op": "configure", "configuration": self.configuration.model_dump(exclude_unset=True)}), *frames]:
-            self._is_sent(data)
+        self.send({"op": "configure", "configuration": self.configuration.model_dump(exclude_unset=True)})
         return self.process
 
     def ask(self, passed: float) -> None:
@@ -124,17 +121,12 @@ class WorkerHandle:
         if self._is_asked:
             self.silent_seconds += passed
         else:
-            self._is_asked = self._is_sent(encode({"op": "ping"}))
+            self.send({"op": "ping"})
+            self._is_asked = True
 
     def on_pong(self, message: dict[str, Any]) -> None:
         self.answered, self._is_asked, self.silent_seconds = True, False, 0.0
         self.doing = (message["doing"], message["seconds"]) if message["doing"] else None
-
-    def _is_sent(self, data: bytes) -> bool:
-        if self.process is None or self.process.stdin is None or self.process.stdin.is_closing():
-            return False
-        self.process.stdin.write(data)
-        return True
 
 
 class Pool:
@@ -243,10 +235,13 @@ class Pool:
                 await to_thread.run_sync(return_freed_memory)
 
     def _look(self, worker: WorkerHandle, passed: float) -> None:
+        if worker.process is None:
+            worker.memory_bytes = 0
+            return
         worker.ask(passed)
         if worker.silent_seconds > (_SILENCE_SECONDS if worker.answered else _START_SECONDS):
             worker.kill(f"the worker did not answer for {worker.silent_seconds:.0f} seconds")
-        worker.memory_bytes = 0 if worker.process is None else memory_of(worker.process.pid)
+        worker.memory_bytes = memory_of(worker.process.pid)
         if worker.memory_bytes > self._max_worker_bytes:
             worker.kill(f"the worker used {worker.memory_bytes:,} bytes of memory, more than max_worker_bytes allows")
 
