@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 import random
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset
 from reflogp.scoring.data.tokenizer_files import read_tokenizer_files
 from reflogp.scoring.errors import DatasetError
-from reflogp.service.runner.job_dataset import JobDataset, delete_abandoned
+from reflogp.service.runner.job_dataset import JobDataset
 from reflogp.service.runner.reader import Reading, count_rows, read_rows
 from tests.conftest import REPOSITORY, write_rows
 from tests.scoring.hostile_rows import obedient, pair
@@ -352,14 +351,6 @@ def test_token_ids_are_kept_unless_a_row_reached_a_limit(model, tmp_path):
         assert kept.exists() == is_kept, order
         assert [set(window.problems) for window in dataset] == [{1}]
         assert dataset.count() == 2
-
-
-def test_abandoned_files_are_deleted_and_those_being_written_are_not(tmp_path):
-    for name, moment in (("left", 0), ("written", time.time())):
-        (tmp_path / f".{name}.arrow.12345678.partial").touch()
-        os.utime(tmp_path / f".{name}.arrow.12345678.partial", (moment, moment))
-    delete_abandoned(tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == [".written.arrow.12345678.partial"]
 
 
 # Names that lead elsewhere

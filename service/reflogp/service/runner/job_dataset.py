@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -27,8 +26,6 @@ from reflogp.scoring.data.tokenize import StoppedError, TokenizedRows
 from reflogp.scoring.vision import VisionProcessor
 from reflogp.service.runner.reader import Reading, count_rows, read_rows
 
-#: An incomplete file that was not written to for this many seconds belongs to a process that was killed.
-_ABANDONED_SECONDS = 86_400.0
 #: Versions of the libraries that token ids depend on; read by the fork server, once for all jobs.
 _VERSIONS = {name: version(name) for name in ("reflogp", "transformers", "tokenizers")}
 
@@ -98,7 +95,6 @@ class JobDataset:
 
     def _tokenized_and_kept(self) -> Iterator[TokenizedRows]:
         self._kept.parent.mkdir(parents=True, exist_ok=True)
-        delete_abandoned(self._kept.parent)
         partial = self._kept.with_name(f".{self._kept.name}.{uuid.uuid4().hex[:8]}.partial")
         writer: pa.RecordBatchFileWriter | None = None
         problems: dict[int, str] = {}
@@ -159,15 +155,6 @@ def delete_oldest(folder: Path, max_bytes: int) -> None:
         kept += size
         if kept > max_bytes:
             file.unlink(missing_ok=True)
-
-
-def delete_abandoned(folder: Path) -> None:
-    """Delete the incomplete files of token ids that killed processes have left in a folder: those that nobody writes to."""
-    before = time.time() - _ABANDONED_SECONDS
-    for partial in folder.glob(".*.partial"):
-        with suppress(FileNotFoundError):  # it was renamed a moment ago
-            if partial.stat().st_mtime < before:
-                partial.unlink()
 
 
 def _read(kept: Path) -> Iterator[TokenizedRows]:
