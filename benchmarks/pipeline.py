@@ -141,7 +141,6 @@ def job(world: World, online: bool) -> dict[str, Any]:
     """Run a job as a service does, but in this process alone; with `online`, send online requests meanwhile."""
     store = world.store()
     state = Path(tempfile.mkdtemp(dir=world.folder))
-    context = JobContext(store.uri, state / "tokens", 1 << 30, 10.0, 64 << 30)
     answers: dict[str, tuple[threading.Event, list[Answer]]] = {}
 
     def answered(answer: Answer) -> None:
@@ -152,7 +151,7 @@ def job(world: World, online: bool) -> dict[str, Any]:
     engines = Engines(lambda _: clocked(str(world.model)), 1, None, lambda ids: None, lambda name: None)
     loop = EngineLoop(engines, lambda ids: None, answered, 0.005)
     reference_id = world.reference.reference_id
-    order = _order(world, state)
+    order = _order(world, state, store.uri)
     table = store.create_table(world.reference)
     address = str(state / "worker")
     UnitServer(address, loop, lambda _: table, lambda _: VisionCache(str(world.model), False), 30.0).start()
@@ -163,7 +162,7 @@ def job(world: World, online: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def work() -> None:
-        found.update(run_job(order, context, workers, lambda progress, committed: None, lambda: None))
+        found.update(run_job(order, workers, lambda progress, committed: None, lambda: None))
 
     at_work = threading.Thread(target=work)
     at_work.start()
@@ -190,11 +189,13 @@ def job(world: World, online: bool) -> dict[str, Any]:
     return found
 
 
-def _order(world: World, state: Path) -> JobOrder:
+def _order(world: World, state: Path, store: str) -> JobOrder:
     source = {"name": "", "file": str(world.data), "digest": digest_below(world.folder, world.data)[1], "split": "train"}
     claim = Claim("job", JobSettings(reference="ref"), source, world.reference.reference_id, 0)
     model = ReferenceSettings(model=str(world.model), dtype=world.reference.dtype)
-    return JobOrder(claim, world.reference, model, None, str(state / "result.parquet"), str(state / "report.html"))
+    result, report = str(state / "result.parquet"), str(state / "report.html")
+    context = JobContext(store, state / "tokens", 1 << 30, 10.0, 64 << 30)
+    return JobOrder(claim, world.reference, model, None, result, report, context)
 
 
 def ray(world: World, online: bool) -> dict[str, Any]:

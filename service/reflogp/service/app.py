@@ -85,7 +85,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
     most = settings.max_worker_bytes or total_memory() * 9 // 10
     shared = JobContext(registry.store.uri, folder / "tokens", settings.max_uploads_bytes // 3, _ROW_SECONDS, most)
     scheduler = JobScheduler(settings, ledger, registry, files, metrics, shared, folder / "results")
-    precompute = Precompute(settings, ledger, registry, uploads, files, scheduler, shared)
+    precompute = Precompute(settings, ledger, registry, uploads, files, scheduler)
     online = OnlineScoring(settings, registry, metrics)
     large = LargeRequests()
     context = Context(settings, registry, ledger, precompute, scheduler, online, uploads, metrics, large)

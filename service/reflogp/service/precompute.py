@@ -25,7 +25,7 @@ from reflogp.service.problems import Problem
 from reflogp.service.registry import ReferenceRegistry
 from reflogp.service.request_ids import request_id, traceparent
 from reflogp.service.roots import resolve_path
-from reflogp.service.runner.order import Claim, JobContext, JobOrder
+from reflogp.service.runner.order import Claim, JobOrder
 from reflogp.service.runner.process import start_report
 from reflogp.service.scheduling import JobScheduler
 from reflogp.service.settings import ServerSettings
@@ -60,7 +60,6 @@ class Precompute:
         uploads: Uploads,
         files: DatasetFiles,
         scheduler: JobScheduler,
-        context: JobContext,
     ) -> None:
         self._settings = settings
         self._ledger = ledger
@@ -68,7 +67,6 @@ class Precompute:
         self._uploads = uploads
         self._datasets = files
         self._scheduler = scheduler
-        self._context = context
         self._reporting = asyncio.Lock()
         self._files = Threads("the dataset's file system", _FILE_THREADS)
         self._models = Threads("the model's file system", _FILE_THREADS, 60.0)
@@ -216,7 +214,7 @@ class Precompute:
 
     async def _reported(self, order: JobOrder) -> tuple[str, bool]:
         try:
-            process = await start_report(order, self._context)
+            process = await start_report(order)
         except (OSError, EOFError) as error:
             return f"no process can be started: {error}", False
         late = asyncio.get_running_loop().call_later(_REPORT_SECONDS, process.kill, f"it takes more than {_REPORT_SECONDS:g} s")

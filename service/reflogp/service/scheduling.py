@@ -115,8 +115,9 @@ class JobScheduler:
         self._context = context
         self._results = results
         results.mkdir(parents=True, exist_ok=True)
-        for partial_file in results.glob(".*.partial"):  # left by a process that was killed while it wrote a result
-            partial_file.unlink(missing_ok=True)
+        for folder in (results, context.tokens):
+            for partial_file in folder.glob(".*.partial"):  # left by a process that was killed while it wrote the file
+                partial_file.unlink(missing_ok=True)
         self._fetching = Fetching(settings, ledger, files, self._recorded, self._fetch_changed, self._finish)
         self._threads = Threads("the dataset's file system", 4)
         self._pool: Pool
@@ -485,7 +486,7 @@ class JobScheduler:
             await self._record_stop(running)
             return False
         try:
-            running.runner = await start_runner(order, self._context)
+            running.runner = await start_runner(order)
         except (OSError, EOFError) as error:  # the machine has no memory or no processes left
             await self._record_death(running, f"it could not be started: {error}")
             return False
@@ -504,7 +505,7 @@ class JobScheduler:
         model, file = self._registry.entry_of(claim.settings.reference, claim.reference_id), Path(claim.source["file"])
         root = str(await self._threads.run(root_of, file, self._settings)) if "path" in claim.source else None
         reference = self._registry.model_of(claim.reference_id)
-        return JobOrder(claim, reference, model, root, str(self.result(claim.id)), str(self.report(claim.id)))
+        return JobOrder(claim, reference, model, root, str(self.result(claim.id)), str(self.report(claim.id)), self._context)
 
     def _cancel(self, running: _Running) -> None:
         running.cancelled = True

@@ -26,7 +26,7 @@ from reflogp.scoring.tracing import run_span, span
 from reflogp.scoring.vision import load_processor
 from reflogp.service.confined_paths import OpenDataset
 from reflogp.service.runner.job_dataset import JobDataset, cache_name, delete_oldest
-from reflogp.service.runner.order import JobContext, JobOrder
+from reflogp.service.runner.order import JobOrder
 from reflogp.service.runner.reader import Reading, default_memory
 from reflogp.service.runner.result import bad_row_reasons, write_result
 from reflogp.store import ContentMismatchError, FileChangedError, Store, resolve_model
@@ -129,7 +129,6 @@ class Progress(ProgressCallbacks):
 
 def run_job(
     order: JobOrder,
-    context: JobContext,
     workers: Workers,
     report: Callable[[dict[str, Any], bool], None],
     check: Callable[[], None],
@@ -161,31 +160,29 @@ def run_job(
         job_id=order.claim.id,
         request_id=order.claim.request,
         reference_id=order.reference.reference_id,
-        store=hide_secrets(context.store),
+        store=hide_secrets(order.context.store),
     ):
         for attempt in range(_ATTEMPTS):
             progress = Progress(report, check)
             try:
-                summary, image_files = _attempt(order, context, workers, progress, check)
+                summary, image_files = _attempt(order, workers, progress, check)
                 break
             except FileChangedError as error:
                 if isinstance(error, ContentMismatchError) or attempt == _ATTEMPTS - 1:
                     raise
                 logger.info("the job starts over: %s", error, extra={"job": order.claim.id})
-    delete_oldest(context.tokens, context.max_tokens_bytes)
+    delete_oldest(order.context.tokens, order.context.max_tokens_bytes)
     progress.finish(summary.sequences, summary.hits)
     reasons = bad_row_reasons(progress.problems)
     return asdict(summary) | {"image_files": image_files, "bad_row_reasons": reasons}
 
 
-def _attempt(
-    order: JobOrder, context: JobContext, workers: Workers, progress: Progress, check: Callable[[], None]
-) -> tuple[ScoreSummary, bool]:
+def _attempt(order: JobOrder, workers: Workers, progress: Progress, check: Callable[[], None]) -> tuple[ScoreSummary, bool]:
     """Return the summary of one attempt, and whether any row names an image file. May also raise FileChangedError."""
-    reference, store = order.reference, Store(context.store)
+    reference, store = order.reference, Store(order.context.store)
     asked = order.claim.settings
     settings = TrainerSettings(asked.max_length, asked.truncation_mode, asked.ld_alpha)
-    with open_dataset(order, context, check) as (dataset, _):
+    with open_dataset(order, check) as (dataset, _):
         scheduler = Scheduler(workers=workers, check=check)
         try:
             summary = score_dataset(
@@ -200,9 +197,7 @@ def _attempt(
 
 
 @contextmanager
-def open_dataset(
-    order: JobOrder, context: JobContext, check: Callable[[], None]
-) -> Iterator[tuple[JobDataset, TokenizerFiles]]:
+def open_dataset(order: JobOrder, check: Callable[[], None]) -> Iterator[tuple[JobDataset, TokenizerFiles]]:
     """Open a job's dataset, and find the tokenizer that its model's folder contains at the time of the call.
 
     Raises FileChangedError if a file of the dataset is modified in the `with` block, and the errors of `run_job`.
@@ -221,10 +216,10 @@ def open_dataset(
             tokenizer.model,
             tokenizer.trust_remote_code,
             tokenizer.digest,
-            context.row_seconds,
+            order.context.row_seconds,
             default_memory(),
         )
-        kept = context.tokens / cache_name(source["digest"], tokenizer.digest, form, source["split"])
+        kept = order.context.tokens / cache_name(source["digest"], tokenizer.digest, form, source["split"])
         load_vision = partial(load_processor, folder, folder, None, trusts)
         try:
             yield JobDataset(reading, kept, files.check, load_vision, check), tokenizer

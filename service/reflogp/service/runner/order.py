@@ -29,6 +29,23 @@ class Claim:
 
 
 @dataclass(frozen=True)
+class JobContext:
+    """Settings that all jobs of a service share.
+
+    Attributes:
+        tokens: folder of the token-id cache.
+        row_seconds: maximum CPU time in seconds for tokenizing one row.
+        most_bytes: maximum memory of a job's process, without the process that reads the dataset.
+    """
+
+    store: str
+    tokens: Path
+    max_tokens_bytes: int
+    row_seconds: float
+    most_bytes: int
+
+
+@dataclass(frozen=True)
 class JobOrder:
     """A job, with what else its process needs.
 
@@ -46,20 +63,4 @@ class JobOrder:
     root: str | None
     result: str
     report: str
-
-
-@dataclass(frozen=True)
-class JobContext:
-    """Settings that all jobs of a service share.
-
-    Attributes:
-        tokens: folder of the token-id cache.
-        row_seconds: maximum CPU time in seconds for tokenizing one row.
-    most_bytes: maximum memory of a job's process, without the process that reads the dataset.
-    """
-
-    store: str
-    tokens: Path
-    max_tokens_bytes: int
-    row_seconds: float
-    most_bytes: int
+    context: JobContext

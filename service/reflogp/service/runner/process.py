@@ -19,7 +19,7 @@ from reflogp.scoring.frames import Frame, encode, receive_frame
 from reflogp.scoring.machine import exit_reason
 from reflogp.service.pool import memory_of
 from reflogp.service.runner.limited import PRELOADED
-from reflogp.service.runner.order import JobContext, JobOrder
+from reflogp.service.runner.order import JobOrder
 
 #: Seconds between checks of a process's memory.
 _LOOK_SECONDS = 2.0
@@ -65,28 +65,28 @@ class RunnerProcess:
         self.kill(f"it used {used:,} bytes of memory, more than max_worker_bytes allows")
 
 
-async def start_runner(order: JobOrder, context: JobContext) -> RunnerProcess:
+async def start_runner(order: JobOrder) -> RunnerProcess:
     """Start the process that runs a job. Raises OSError or EOFError if the machine has no memory or no processes left."""
-    return await _started(_run, order, context)
+    return await _started(_run, order)
 
 
-async def start_report(order: JobOrder, context: JobContext) -> RunnerProcess:
+async def start_report(order: JobOrder) -> RunnerProcess:
     """Start the process that writes a job's report. It sends a frame only if it fails. Raises as `start_runner`."""
-    return await _started(_report, order, context)
+    return await _started(_report, order)
 
 
-async def _started(function: Callable[..., None], order: JobOrder, context: JobContext) -> RunnerProcess:
+async def _started(function: Callable[..., None], order: JobOrder) -> RunnerProcess:
     ours, theirs = socket.socketpair()
-    process = await to_thread.run_sync(_start, function, theirs, order, context)
+    process = await to_thread.run_sync(_start, function, theirs, order)
     reader, writer = await asyncio.open_unix_connection(sock=ours, limit=_BUFFER)
-    return RunnerProcess(process, reader, writer, context.most_bytes)
+    return RunnerProcess(process, reader, writer, order.context.most_bytes)
 
 
-def _start(function: Callable[..., None], theirs: socket.socket, order: JobOrder, context: JobContext) -> ForkServerProcess:
+def _start(function: Callable[..., None], theirs: socket.socket, order: JobOrder) -> ForkServerProcess:
     forks = _forkserver()
     forkserver.ensure_running()
     server = {name: value for name, value in vars(forkserver._forkserver).items() if name in _SERVER}
-    process = forks.Process(target=function, args=(server, theirs, order, context), name=f"reflogp-job-{order.claim.id}")
+    process = forks.Process(target=function, args=(server, theirs, order), name=f"reflogp-job-{order.claim.id}")
     with theirs:
         process.start()
     multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]  # a forced exit does not wait for it
@@ -106,18 +106,18 @@ def _forkserver() -> ForkServerContext:
     return context
 
 
-def _run(server: dict[str, Any], connection: socket.socket, order: JobOrder, context: JobContext) -> None:
+def _run(server: dict[str, Any], connection: socket.socket, order: JobOrder) -> None:
     from reflogp.service.runner.run import main  # imports torch, which the service's own process does not need
 
     _use_server(server)
-    main(connection, order, context)
+    main(connection, order)
 
 
-def _report(server: dict[str, Any], connection: socket.socket, order: JobOrder, context: JobContext) -> None:
+def _report(server: dict[str, Any], connection: socket.socket, order: JobOrder) -> None:
     from reflogp.service.runner.report import main
 
     _use_server(server)
-    main(connection, order, context)
+    main(connection, order)
 
 
 def _use_server(server: dict[str, Any]) -> None:

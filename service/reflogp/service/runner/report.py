@@ -14,7 +14,7 @@ from reflogp.scoring.reports.collect import collect
 from reflogp.service.log_lines import set_up_process
 from reflogp.service.runner.job import open_dataset
 from reflogp.service.runner.job_dataset import delete_oldest
-from reflogp.service.runner.order import JobContext, JobOrder
+from reflogp.service.runner.order import JobOrder
 from reflogp.store import ReflogpError, Store, StoreUnavailableError
 from reflogp.store.files import write_atomically
 from reflogp.store.texts import shortened_without_secrets
@@ -23,7 +23,7 @@ from reflogp.store.windows import TrainerSettings
 logger = logging.getLogger("reflogp.runner")
 
 
-def main(connection: socket.socket, order: JobOrder, context: JobContext) -> None:
+def main(connection: socket.socket, order: JobOrder) -> None:
     """Write a job's report in this process, and exit.
 
     If there is an error, send its text over the connection, and whether it would be the same again.
@@ -31,7 +31,7 @@ def main(connection: socket.socket, order: JobOrder, context: JobContext) -> Non
     set_up_process()
     threading.Thread(target=_exit_with_the_service, args=(connection,), daemon=True).start()
     try:
-        _write(order, context)
+        _write(order)
     except Exception as error:
         is_lasting = isinstance(error, ReflogpError | FileNotFoundError) and not isinstance(error, StoreUnavailableError)
         logger.warning("the report could not be written: %s", error, exc_info=not is_lasting, extra={"job": order.claim.id})
@@ -40,14 +40,14 @@ def main(connection: socket.socket, order: JobOrder, context: JobContext) -> Non
     os._exit(0)
 
 
-def _write(order: JobOrder, context: JobContext) -> None:
-    snapshot, name = Store(context.store)[order.reference.reference_id].snapshot(), f"job {order.claim.id}"
+def _write(order: JobOrder) -> None:
+    snapshot, name = Store(order.context.store)[order.reference.reference_id].snapshot(), f"job {order.claim.id}"
     asked = order.claim.settings
     settings = TrainerSettings(asked.max_length, asked.truncation_mode)  # the report shows plain sums, without ld_alpha
-    with open_dataset(order, context, lambda: None) as (dataset, tokenizer):
+    with open_dataset(order, lambda: None) as (dataset, tokenizer):
         collected, model = collect(dataset, "the dataset", snapshot, settings), order.reference.name
         page = make_page(collected, dataset.only, tokenizer.load(), snapshot, settings, score="", data=name, model=model)
-    delete_oldest(context.tokens, context.max_tokens_bytes)
+    delete_oldest(order.context.tokens, order.context.max_tokens_bytes)
     with write_atomically(Path(order.report)) as partial:
         partial.write_bytes(page)
 

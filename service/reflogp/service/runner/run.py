@@ -23,7 +23,7 @@ from reflogp.service.log_lines import set_up_process
 from reflogp.service.runner.devices import LentWorkers
 from reflogp.service.runner.job import JobStoppedError, run_job
 from reflogp.service.runner.limited import NoProcessError
-from reflogp.service.runner.order import JobContext, JobOrder
+from reflogp.service.runner.order import JobOrder
 from reflogp.store import ReflogpError, StoreUnavailableError
 from reflogp.store.texts import shortened_without_secrets
 
@@ -33,12 +33,12 @@ logger = logging.getLogger("reflogp.runner")
 _LAST_SECONDS = 40.0
 
 
-def main(connection: socket.socket, order: JobOrder, context: JobContext) -> None:
+def main(connection: socket.socket, order: JobOrder) -> None:
     """Run a job in this process, and exit."""
     runner = _Runner(connection, order)
     set_up_process()
     signal.signal(signal.SIGTERM, lambda *_: runner.stop())
-    runner.send(runner.run(context))
+    runner.send(runner.run())
     tracing.flush()
     os._exit(0)
 
@@ -57,11 +57,11 @@ class _Runner:
         with contextlib.suppress(OSError):  # raised if the service has exited, which `_read` notices
             self._connection.sendall(encode({**message, "job": self._order.claim.id}))
 
-    def run(self, context: JobContext) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         """Run the job and return the frame that reports how it ended."""
         threading.Thread(target=self._read, name="frames", daemon=True).start()
         try:
-            summary = run_job(self._order, context, self._workers, self._report, self._check)
+            summary = run_job(self._order, self._workers, self._report, self._check)
             return {"op": "job", "end": "done", "summary": summary}
         except JobStoppedError:
             return {"op": "job", "end": "stopped", "error": None}
