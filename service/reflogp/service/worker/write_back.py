@@ -20,9 +20,8 @@ from reflogp.store.top import ValuesTable
 
 logger = logging.getLogger(__name__)
 
-#: Before a commit, the thread waits up to _SECONDS for more values, so that they are committed together. It does not wait if
-#: the values of _SEQUENCES sequences of one reference are already queued.
-_SECONDS, _SEQUENCES = 2.0, 4096
+#: Seconds that the thread waits for more values before a commit, so that they are committed together.
+_SECONDS = 2.0
 #: Maximum total number of token ids and log-probs of the sequences that are waiting or being committed, of 4 bytes each. If
 #: values arrive faster than they are committed, the newest values are dropped.
 _MOST_NUMBERS = 16 << 20
@@ -77,7 +76,7 @@ class WriteBack:
             with self._changed:
                 while not self._waiting and not self._closing:
                     self._changed.wait()
-                self._changed.wait_for(self._is_due, _SECONDS)
+                self._changed.wait_for(lambda: self._closing, _SECONDS)
                 waiting, self._waiting = self._waiting, {}
                 if self._closing and not waiting:
                     return
@@ -91,9 +90,6 @@ class WriteBack:
                 finally:
                     with self._changed:
                         self._numbers -= _numbers_of(scored)
-
-    def _is_due(self) -> bool:
-        return self._closing or any(len(scored) >= _SEQUENCES for _, scored in self._waiting.values())
 
     def _commit(self, reference_id: str, provenance: dict[str, Any], scored: list[tuple[Sequence, Values]]) -> None:
         if reference_id not in self._commits:
