@@ -190,11 +190,13 @@ class Engines:
         too_many = len(self._loaded) + 1 - self._capacity
         return self._movable()[: max(0, too_many)]
 
-    def settled(self, reference_id: str, resident_seconds: float, idle_seconds: float) -> bool:
-        """Return whether an engine may be unloaded in favour of another: loaded long ago, or unused for a while."""
+    def may_get(self, reference_id: str) -> bool:
+        """Return whether all engines that would make room for this one were loaded long ago, or not used for a while."""
         now = time.monotonic()
-        resident = now - self._loaded_at.get(reference_id, 0.0)
-        return resident >= resident_seconds or now - self._used_at.get(reference_id, 0.0) >= idle_seconds
+        return all(
+            now - self._loaded_at[other] >= _RESIDENT_SECONDS or now - self._used_at[other] >= _IDLE_SECONDS
+            for other in self.displaced_by(reference_id)
+        )
 
     def _made_in_the_room(self, reference_id: str) -> PassEngine | None:
         """Load an engine without unloading others. Return None if memory runs out and others can be unloaded.
@@ -385,9 +387,7 @@ class EngineLoop:
         work = self._work
         if work is None or work.abandoned or work.out.qsize() >= _AHEAD or work.idle_until > time.monotonic():
             return None
-        displaced = self._engines.displaced_by(work.reference_id)
-        settled = all(self._engines.settled(other, _RESIDENT_SECONDS, _IDLE_SECONDS) for other in displaced)
-        return work if settled else None
+        return work if self._engines.may_get(work.reference_id) else None
 
     def _advance(self, work: _Work) -> None:
         if work.passes is not None and self._engines.peek(work.reference_id) is not work.engine:
@@ -458,25 +458,19 @@ class EngineLoop:
     def _first_servable(self) -> OnlineRequest | None:
         now = time.monotonic()
         with self._changed:
-            waiting, self._online = self._online, deque()
-            expired = [request for request in waiting if request.deadline is not None and request.deadline < now]
-            self._online.extend(request for request in waiting if request not in expired)
-            candidates = list(self._online)
+            expired = [request for request in self._online if request.deadline is not None and request.deadline < now]
+            for request in expired:
+                self._online.remove(request)
+            first = next((request for request in self._online if self._engines.may_get(request.reference_id)), None)
+            if first is not None:
+                self._online.remove(first)
         for request in expired:
             self._on_answer(Answer(request, None, error="deadline"))
         work = self._work
-        for request in candidates:
-            displaced = self._engines.displaced_by(request.reference_id)
-            if not all(self._engines.settled(other, _RESIDENT_SECONDS, _IDLE_SECONDS) for other in displaced):
-                continue
-            if work is not None and work.reference_id in displaced:
-                work.out.put(_unloaded())
-                self._drop(work)
-            with self._changed:
-                if request in self._online:
-                    self._online.remove(request)
-                    return request
-        return None
+        if first is not None and work is not None and work.reference_id in self._engines.displaced_by(first.reference_id):
+            work.out.put(_unloaded())
+            self._drop(work)
+        return first
 
     def _serve(self, batch: list[OnlineRequest]) -> None:
         engine = self._engine(batch[0].reference_id)
