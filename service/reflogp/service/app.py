@@ -108,7 +108,9 @@ def create_app(settings: ServerSettings) -> FastAPI:
         online.start(pool)
         scheduler.start(pool)
         pool.start()
-        forking = asyncio.create_task(_prepare_runners()) if configurations else None
+        forking = None
+        if configurations:  # otherwise, the first job would wait for it
+            forking = asyncio.create_task(to_thread.run_sync(start_fork_server, abandon_on_cancel=True))
         tasks = {"checking the store": registry.watch, "housekeeping": precompute.keep_house}
         watches = [asyncio.create_task(supervise(name, run)) for name, run in tasks.items()]
         yield
@@ -143,10 +145,6 @@ def create_app(settings: ServerSettings) -> FastAPI:
     app.include_router(uploads_router(context))
     app.include_router(pages_router(context))
     return app
-
-
-async def _prepare_runners() -> None:
-    await to_thread.run_sync(start_fork_server, abandon_on_cancel=True)  # otherwise, the first job would wait for it
 
 
 def _devices(settings: ServerSettings, registry: ReferenceRegistry) -> list[Place]:

@@ -25,8 +25,8 @@ from reflogp.service.problems import Problem
 from reflogp.service.registry import ReferenceRegistry
 from reflogp.service.request_ids import request_id, traceparent
 from reflogp.service.roots import resolve_path
-from reflogp.service.runner.order import Claim, JobOrder
-from reflogp.service.runner.process import start_report
+from reflogp.service.runner.order import JobOrder
+from reflogp.service.runner.process import start_process
 from reflogp.service.scheduling import JobScheduler
 from reflogp.service.settings import ServerSettings
 from reflogp.service.threads import Threads
@@ -193,7 +193,7 @@ class Precompute:
         claim = await to_thread.run_sync(self._ledger.claim_of, job.id)
         if claim is None:
             raise _unknown(job.id)
-        reason, is_lasting = await self._write_report(claim)
+        reason, is_lasting = await self._write_report(await self._scheduler.order(claim))
         if reason:
             if is_lasting:
                 raise Problem(404, f"the job has no report: {reason}", step)
@@ -203,28 +203,25 @@ class Precompute:
             raise _unknown(job.id)
         return file
 
-    async def _write_report(self, claim: Claim) -> tuple[str, bool]:
+    async def _write_report(self, order: JobOrder) -> tuple[str, bool]:
         """Write a job's report. Return the reason why there is none, or "", and whether it is the same at the next call."""
-        order = await self._scheduler.order(claim)
+        source, file = order.claim.source, Path(order.report)
         async with self._reporting:
-            if await to_thread.run_sync(Path(order.report).is_file):  # written for another caller meanwhile
+            if await to_thread.run_sync(file.is_file):  # written for another caller meanwhile
                 return "", False
-            reason, is_lasting = await self._reported(order)
-            return reason.replace(claim.source["file"], claim.source["name"]), is_lasting
-
-    async def _reported(self, order: JobOrder) -> tuple[str, bool]:
-        try:
-            process = await start_report(order)
-        except (OSError, EOFError) as error:
-            return f"no process can be started: {error}", False
-        late = asyncio.get_running_loop().call_later(_REPORT_SECONDS, process.kill, f"it takes more than {_REPORT_SECONDS:g} s")
-        try:
-            frame, ended = await process.receive(), await process.wait()
-        finally:
-            late.cancel()
-        if frame is not None:
-            return frame[0]["error"], frame[0]["is_lasting"]
-        return ("", False) if await to_thread.run_sync(Path(order.report).is_file) else (ended, bool(process.killed_for))
+            try:
+                process = await start_process("report", order)
+            except (OSError, EOFError) as error:
+                return f"no process can be started: {error}", False
+            why = f"it takes more than {_REPORT_SECONDS:g} s"
+            late = asyncio.get_running_loop().call_later(_REPORT_SECONDS, process.kill, why)
+            try:
+                frame, ended = await process.receive(), await process.wait()
+            finally:
+                late.cancel()
+            if frame is not None:
+                return frame[0]["error"].replace(source["file"], source["name"]), frame[0]["is_lasting"]
+            return ("", False) if await to_thread.run_sync(file.is_file) else (ended, bool(process.killed_for))
 
     async def _admitted(self, dataset: DatasetSpec) -> dict[str, str]:
         """Call `_admit` in a thread.

@@ -34,7 +34,7 @@ from reflogp.service.problems import Problem
 from reflogp.service.registry import ReferenceRegistry
 from reflogp.service.roots import root_of
 from reflogp.service.runner.order import Claim, JobContext, JobOrder
-from reflogp.service.runner.process import RunnerProcess, start_runner
+from reflogp.service.runner.process import RunnerProcess, start_process
 from reflogp.service.settings import ServerSettings
 from reflogp.service.supervision import supervise
 from reflogp.service.threads import Threads
@@ -486,7 +486,7 @@ class JobScheduler:
             await self._record_stop(running)
             return False
         try:
-            running.runner = await start_runner(order)
+            running.runner = await start_process("run", order)
         except (OSError, EOFError) as error:  # the machine has no memory or no processes left
             await self._record_death(running, f"it could not be started: {error}")
             return False

@@ -6,12 +6,12 @@ Each is forked from a fork server that has imported the libraries, so that a sho
 from __future__ import annotations
 
 import asyncio
+import importlib
 import multiprocessing
 import socket
-from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
-from typing import Any
+from typing import Any, Literal
 
 from anyio import to_thread
 
@@ -65,28 +65,22 @@ class RunnerProcess:
         self.kill(f"it used {used:,} bytes of memory, more than max_worker_bytes allows")
 
 
-async def start_runner(order: JobOrder) -> RunnerProcess:
-    """Start the process that runs a job. Raises OSError or EOFError if the machine has no memory or no processes left."""
-    return await _started(_run, order)
+async def start_process(work: Literal["run", "report"], order: JobOrder) -> RunnerProcess:
+    """Start the process that runs a job or writes its report: `main` of the module with this name.
 
-
-async def start_report(order: JobOrder) -> RunnerProcess:
-    """Start the process that writes a job's report. It sends a frame only if it fails. Raises as `start_runner`."""
-    return await _started(_report, order)
-
-
-async def _started(function: Callable[..., None], order: JobOrder) -> RunnerProcess:
+    Raises OSError or EOFError if the machine has no memory or no processes left.
+    """
     ours, theirs = socket.socketpair()
-    process = await to_thread.run_sync(_start, function, theirs, order)
+    process = await to_thread.run_sync(_start, work, theirs, order)
     reader, writer = await asyncio.open_unix_connection(sock=ours, limit=_BUFFER)
     return RunnerProcess(process, reader, writer, order.context.most_bytes)
 
 
-def _start(function: Callable[..., None], theirs: socket.socket, order: JobOrder) -> ForkServerProcess:
+def _start(work: str, theirs: socket.socket, order: JobOrder) -> ForkServerProcess:
     forks = _forkserver()
     forkserver.ensure_running()
     server = {name: value for name, value in vars(forkserver._forkserver).items() if name in _SERVER}
-    process = forks.Process(target=function, args=(server, theirs, order), name=f"reflogp-job-{order.claim.id}")
+    process = forks.Process(target=_main, args=(work, server, theirs, order), name=f"reflogp-job-{order.claim.id}")
     with theirs:
         process.start()
     multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]  # a forced exit does not wait for it
@@ -106,23 +100,11 @@ def _forkserver() -> ForkServerContext:
     return context
 
 
-def _run(server: dict[str, Any], connection: socket.socket, order: JobOrder) -> None:
-    from reflogp.service.runner.run import main  # imports torch, which the service's own process does not need
-
-    _use_server(server)
-    main(connection, order)
-
-
-def _report(server: dict[str, Any], connection: socket.socket, order: JobOrder) -> None:
-    from reflogp.service.runner.report import main
-
-    _use_server(server)
-    main(connection, order)
-
-
-def _use_server(server: dict[str, Any]) -> None:
-    """Let this process start the processes that read the dataset by the service's fork server, not by one of its own."""
+def _main(work: str, server: dict[str, Any], connection: socket.socket, order: JobOrder) -> None:
+    # the processes that read the dataset are started by the service's fork server, not by one of this process's own
     vars(forkserver._forkserver).update(server, ensure_running=lambda: None)
+    # that module imports torch, which the service's own process does not need
+    importlib.import_module(f"reflogp.service.runner.{work}").main(connection, order)
 
 
 def _do_nothing() -> None: ...
