@@ -75,7 +75,6 @@ class Worker:
             engines, lambda ids: self.send({"op": "round", "ids": ids}), self._answer, configuration.window_seconds
         )
         self._write_back = WriteBack(self._table)
-        self._writes: set[str] = set()
         self._units = UnitServer(configuration.address, self.loop, self._table, self._vision, configuration.commit_seconds)
         self._ending = False
 
@@ -125,7 +124,6 @@ class Worker:
                 case "score":
                     self._ask(message, body)
                 case "forget":
-                    self._writes.discard(message["id"])
                     self.loop.forget(message["id"])
                 case "ping":
                     doing, seconds = self.loop.doing() or (None, 0.0)
@@ -140,8 +138,6 @@ class Worker:
         sequences = [Sequence(*(_ids(entry) for entry in row)) for row in rows]
         left = message["deadline_seconds"]
         deadline = None if left is None else time.monotonic() + left
-        if message["write"]:
-            self._writes.add(message["id"])
         self.loop.ask(
             OnlineRequest(
                 message["id"],
@@ -152,6 +148,7 @@ class Worker:
                 deadline,
                 request=message["request"],
                 top_k=message["top_k"],
+                write=message["write"],
             )
         )
 
@@ -179,12 +176,10 @@ class Worker:
         }
         body = b"" if answer.error is not None else stream_bytes(outcomes_table(request.outcomes, request.top_k))
         self.send(message, body)
-        if request.id in self._writes:
-            self._writes.discard(request.id)
-            if answer.engine is not None:
-                pairs = zip(request.sequences, request.outcomes, strict=True)
-                good = [(sequence, outcome) for sequence, outcome in pairs if not isinstance(outcome, str | None)]
-                self._write_back.put(request.reference_id, {"online": True, **answer.engine.provenance()}, good)
+        if request.write and answer.engine is not None:
+            pairs = zip(request.sequences, request.outcomes, strict=True)
+            good = [(sequence, outcome) for sequence, outcome in pairs if not isinstance(outcome, str | None)]
+            self._write_back.put(request.reference_id, {"online": True, **answer.engine.provenance()}, good)
 
     def _table(self, reference_id: str) -> ValuesTable:
         return self._store.values_table(self._reference(reference_id), self._models(reference_id).top_k)

@@ -60,6 +60,7 @@ class OnlineRequest:
         alone: True if the request must not share its round, because it may have crashed a worker before.
         deadline: value of time.monotonic() after which the client stops waiting, or None for no deadline.
         top_k: number of most probable tokens of each position that the client wants.
+        write: True if the values may be stored.
         outcomes: the outcome of each sequence, or None where it is not known yet; empty until the request's round begins.
         left: number of sequences whose outcomes are not known yet.
     """
@@ -73,6 +74,7 @@ class OnlineRequest:
     arrived: float = field(default_factory=time.monotonic)
     request: str | None = None
     top_k: int = 0
+    write: bool = False
     outcomes: list[Outcome | None] = field(default_factory=list)
     left: int = 0
 
@@ -105,7 +107,6 @@ class _Work:
         idle_until: value of time.monotonic() before which `groups` is not checked for new sequences; 0 if `groups` contained
             new sequences when the engine last looked for them.
         passes: the generator returned by `begin`, or None if the computation has not begun.
-        abandoned: True if the job no longer reads `out`.
     """
 
     reference_id: str
@@ -114,7 +115,6 @@ class _Work:
     engine: PassEngine | None = None
     idle_until: float = 0.0
     passes: Iterator[tuple[Landed, TokenCounts]] | None = None
-    abandoned: bool = False
 
     def begin(self, engine: PassEngine) -> Iterator[tuple[Landed, TokenCounts]]:
         """Compute the passes and yield their results, in the thread that owns the engine."""
@@ -242,11 +242,11 @@ class EngineLoop:
         self._on_round = on_round
         self._on_answer = on_answer
         self._window = window_seconds
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # of `_online` and `_work`
+        self._news = threading.Event()  # set to wake the loop
         self._online: deque[OnlineRequest] = deque()
         self._work: _Work | None = None
         self._closing = False
-        self._news = False
         self._serving = False
         self._overlapped = -_OVERLAP_SECONDS
         self._asked_at = -_ONLINE_SECONDS
@@ -259,16 +259,16 @@ class EngineLoop:
 
     def ask(self, request: OnlineRequest) -> None:
         """Queue a request."""
-        with self._changed:
+        with self._lock:
             if self._online or self._serving:
                 self._overlapped = time.monotonic()
             self._asked_at = time.monotonic()
             self._online.append(request)
-            self._tell()
+        self._news.set()
 
     def forget(self, request_id: str) -> None:
         """Remove a request that no client is waiting for any more, unless the engine has started it."""
-        with self._changed:
+        with self._lock:
             self._online = deque(request for request in self._online if request.id != request_id)
 
     def flow(
@@ -301,9 +301,9 @@ class EngineLoop:
         return work.engine
 
     def _follow(self, work: _Work, check: Callable[[], None]) -> Iterator[tuple[Landed, TokenCounts]]:
-        with self._changed:
+        with self._lock:
             self._work = work
-            self._tell()
+        self._news.set()
         try:
             while True:
                 check()
@@ -317,16 +317,12 @@ class EngineLoop:
                     raise landed
                 yield landed
         finally:
-            with self._changed:
-                work.abandoned = True
-                if self._work is work:
-                    self._work = None
+            self._drop(work)
 
     def close(self) -> None:
         """Make `run` return after the current pass or round."""
-        with self._changed:
-            self._closing = True
-            self._tell()
+        self._closing = True
+        self._news.set()
 
     def preload(self, reference_id: str) -> None:
         self._engine(reference_id)
@@ -350,10 +346,8 @@ class EngineLoop:
                 self._advance(work)
                 jobs_turn = False
             else:
-                with self._changed:
-                    if not self._news:
-                        self._changed.wait(self._pause())
-                    self._news = False
+                self._news.wait(self._pause())
+                self._news.clear()
 
     @contextmanager
     def _doing(self, what: str) -> Iterator[None]:
@@ -366,11 +360,6 @@ class EngineLoop:
     def _engine(self, reference_id: str) -> PassEngine:
         with self._doing("load"):
             return self._engines.get(reference_id)
-
-    def _tell(self) -> None:
-        """Wake the loop. The caller must hold the lock of `_changed`."""
-        self._news = True
-        self._changed.notify_all()
 
     def _pause(self) -> float | None:
         """Return how many seconds the loop may sleep before it checks for work; None: until it is woken."""
@@ -385,7 +374,7 @@ class EngineLoop:
         read by the job, or while the pass would displace a model that was both loaded and used recently.
         """
         work = self._work
-        if work is None or work.abandoned or work.out.qsize() >= _AHEAD or work.idle_until > time.monotonic():
+        if work is None or work.out.qsize() >= _AHEAD or work.idle_until > time.monotonic():
             return None
         return work if self._engines.may_get(work.reference_id) else None
 
@@ -415,7 +404,7 @@ class EngineLoop:
             work.idle_until = 0.0 if landed[0] else time.monotonic() + _LOOK_FOR_GROUPS_SECONDS
 
     def _drop(self, work: _Work) -> None:
-        with self._changed:
+        with self._lock:
             if self._work is work:
                 self._work = None
 
@@ -440,7 +429,7 @@ class EngineLoop:
             self._on_answer(Answer(first, None, error=str(error), is_permanent=is_permanent))
             return []
         batch, tokens = [first], first.tokens()
-        with self._changed:
+        with self._lock:
             kept: deque[OnlineRequest] = deque()
             for request in self._online:
                 fits = (
@@ -457,7 +446,7 @@ class EngineLoop:
 
     def _first_servable(self) -> OnlineRequest | None:
         now = time.monotonic()
-        with self._changed:
+        with self._lock:
             expired = [request for request in self._online if request.deadline is not None and request.deadline < now]
             for request in expired:
                 self._online.remove(request)
