@@ -1,6 +1,7 @@
 """Jobs over HTTP, as they run: a service's process, a worker's process, a store on disk."""
 
 import json
+import re
 import shutil
 import signal
 import time
@@ -186,6 +187,7 @@ def test_a_more_urgent_job_goes_first_and_the_other_goes_on(slow, tmp_path):
     with Client(slow.url) as client:
         long = client.submit(write_rows(tmp_path / "long.jsonl", token_rows(600, seed=7)), "ref")
         wait_for(client, long.id, lambda job: job.progress.scored > 20)
+        assert re.search(r'reflogp_memory_bytes{process="jobs"} [1-9]', httpx.get(f"{slow.url}/metrics").text)
         urgent = client.watch(client.submit(write_rows(tmp_path / "urgent.jsonl", token_rows(5, seed=8)), "ref", priority=5).id)
         assert urgent.state == "done"
         assert client.job(long.id).state in ("queued", "running")

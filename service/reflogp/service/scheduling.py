@@ -162,6 +162,10 @@ class JobScheduler:
         for running in list(self._running.values()):
             self._kill(running, "it did not stop in time")
 
+    def memory_bytes(self) -> int:
+        """Return the resident memory of all runners in bytes."""
+        return sum(running.runner.memory_bytes for running in self._running.values() if running.runner is not None)
+
     # What requests do
 
     def look(self) -> None:

@@ -83,6 +83,7 @@ def health_router(context: Context, pool: Pool) -> APIRouter:
         gauges.workers_ready.set(sum(worker.ready for worker in pool.workers))
         gauges.workers_answering.set(sum(worker.answering for worker in pool.workers))
         gauges.memory.labels("service").set(own_memory())
+        gauges.memory.labels("jobs").set(context.scheduler.memory_bytes())
         for worker in pool.workers:
             gauges.memory.labels(f"worker {worker.number}").set(worker.memory_bytes)
             for at in ("load", "pass"):

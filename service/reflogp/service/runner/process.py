@@ -36,6 +36,7 @@ class RunnerProcess:
         self, process: ForkServerProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, most_bytes: int
     ) -> None:
         self.pid = process.pid
+        self.memory_bytes = 0  # at the last check
         self.killed_for = ""
         self._process, self._reader, self._writer = process, reader, writer
         self._watch = asyncio.create_task(self._limit_memory(most_bytes))
@@ -61,6 +62,7 @@ class RunnerProcess:
 
     async def _limit_memory(self, most_bytes: int) -> None:
         while (used := memory_of(self.pid or 0, with_children=False)) <= most_bytes:
+            self.memory_bytes = used
             await asyncio.sleep(_LOOK_SECONDS)
         self.kill(f"it used {used:,} bytes of memory, more than max_worker_bytes allows")
 
