@@ -17,6 +17,7 @@ import threading
 import traceback
 from collections.abc import Callable, Generator
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,7 +38,7 @@ MOST_THREADS = 8
 #: Parameter of glibc's `mallopt` for the number of arenas, each of which reserves 64 MiB, and its value.
 _ARENA_MAX, _ARENAS = -8, 2
 #: The module that the fork server imports.
-PRELOADED = "reflogp.service.runner.fork_server"
+_PRELOADED = "reflogp.service.runner.fork_server"
 
 
 class NoProcessError(Exception):
@@ -56,6 +57,13 @@ class ProcessEndedError(Exception):
         self.timed_out = timed_out
 
 
+def fork_server() -> ForkServerContext:
+    """Return the context that starts processes by a fork server, which imports their libraries when it starts."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([_PRELOADED])
+    return context
+
+
 def messages(function: Callable[..., None], *arguments: Any, memory: int, check: Callable[[], None]) -> Generator[bytes]:
     """Call function(connection, *arguments) in a process, and yield the messages that it sends with `send_bytes`.
 
@@ -70,8 +78,7 @@ def messages(function: Callable[..., None], *arguments: Any, memory: int, check:
     Raises ProcessEndedError if the process ends in another way than by returning from the function, and NoProcessError if it
     cannot be started.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([PRELOADED])
+    context = fork_server()
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(sending, memory, function, arguments), name="reflogp-reader", daemon=True)
     try:

@@ -10,7 +10,7 @@ import importlib
 import multiprocessing
 import socket
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerProcess
 from typing import Any, Literal
 
 from anyio import to_thread
@@ -18,7 +18,7 @@ from anyio import to_thread
 from reflogp.scoring.frames import Frame, encode, receive_frame
 from reflogp.scoring.machine import exit_reason
 from reflogp.service.pool import memory_of
-from reflogp.service.runner.limited import PRELOADED
+from reflogp.service.runner.limited import fork_server
 from reflogp.service.runner.order import JobOrder
 
 #: Seconds between checks of a process's memory.
@@ -79,7 +79,7 @@ async def start_process(work: Literal["run", "report"], order: JobOrder) -> Runn
 
 
 def _start(work: str, theirs: socket.socket, order: JobOrder) -> ForkServerProcess:
-    forks = _forkserver()
+    forks = fork_server()
     forkserver.ensure_running()
     server = {name: value for name, value in vars(forkserver._forkserver).items() if name in _SERVER}
     process = forks.Process(target=_main, args=(work, server, theirs, order), name=f"reflogp-job-{order.claim.id}")
@@ -91,15 +91,9 @@ def _start(work: str, theirs: socket.socket, order: JobOrder) -> ForkServerProce
 
 def start_fork_server() -> None:
     """Start the fork server of runners, and wait until it has imported their libraries."""
-    process = _forkserver().Process(target=_do_nothing, daemon=True)
+    process = fork_server().Process(target=_do_nothing, daemon=True)
     process.start()
     process.join()
-
-
-def _forkserver() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([PRELOADED])
-    return context
 
 
 def _main(work: str, server: dict[str, Any], connection: socket.socket, order: JobOrder) -> None:

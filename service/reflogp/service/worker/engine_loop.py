@@ -167,8 +167,12 @@ class Engines:
             self._admit(reference_id)
             for victim in self.displaced_by(reference_id):
                 self._unload(victim)
-            engine = self._made_in_the_room(reference_id)
-            if engine is None:
+            try:
+                engine = self._make(reference_id)
+            except OutOfMemoryError:
+                if not self._movable():
+                    raise
+            if engine is None:  # in the `except` clause, the traceback would keep the memory of the partly loaded model
                 for other in self._movable():
                     self._unload(other)
                 engine = self._make(reference_id)
@@ -197,18 +201,6 @@ class Engines:
             now - self._loaded_at[other] >= _RESIDENT_SECONDS or now - self._used_at[other] >= _IDLE_SECONDS
             for other in self.displaced_by(reference_id)
         )
-
-    def _made_in_the_room(self, reference_id: str) -> PassEngine | None:
-        """Load an engine without unloading others. Return None if memory runs out and others can be unloaded.
-
-        OutOfMemoryError is not raised then, because its traceback would keep the memory of the partly loaded model.
-        """
-        try:
-            return self._make(reference_id)
-        except OutOfMemoryError:
-            if not self._movable():
-                raise
-            return None
 
     def _movable(self) -> list[str]:
         return [other for other in self._loaded if other != self._pinned]
