@@ -172,16 +172,18 @@ def test_a_runner_that_is_killed_loses_nothing_and_takes_no_worker_along(service
 
 
 @pytest.mark.slow
-def test_a_job_whose_file_is_touched_starts_over(serve, tmp_path, reference_folder):
-    """Its content is the same, so the second attempt goes on with the workers that it had."""
+def test_a_job_whose_file_is_touched_fails_and_goes_on_when_it_is_tried_again(serve, tmp_path, reference_folder):
+    """Its content is the same."""
     file = write_rows(tmp_path / "rows.jsonl", token_rows(6000, seed=13))
     with serve(**SMALL, dataset_roots=[str(tmp_path)]) as service, Client(service.url) as client:
         job = client.submit(ServicePath(str(file)), "ref")
         wait_until(lambda: client.job(job.id).progress.scored > 20)
         os.utime(file, (1, 1))
         job = client.watch(job.id)
-    assert (job.state, job.attempts, job.summary["bad_rows"]) == ("done", 1, 0), "".join(service.log)
-    assert any("the job starts over" in line for line in service.log)
+        assert job.state == "failed" and "changed" in job.error, "".join(service.log)
+        client.retry(job.id)
+        job = client.watch(job.id)
+    assert (job.state, job.summary["bad_rows"], job.summary["hits"] > 0) == ("done", 0, True), "".join(service.log)
     values_are_those_of_one_engine(file, reference_folder, tmp_path)
 
 

@@ -5,7 +5,6 @@ A job calls `score_dataset`, as the `reflogp score` command does. In addition, i
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from collections import deque
@@ -21,7 +20,7 @@ from reflogp.scoring.data.tokenizer_files import TokenizerFiles, read_tokenizer_
 from reflogp.scoring.errors import DatasetError
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.scheduler import Scheduler, Workers
-from reflogp.scoring.runs.score import ScoreSummary, score_dataset
+from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.tracing import run_span, span
 from reflogp.scoring.vision import load_processor
 from reflogp.service.confined_paths import OpenDataset
@@ -29,14 +28,10 @@ from reflogp.service.runner.job_dataset import JobDataset, cache_name, delete_ol
 from reflogp.service.runner.order import JobOrder
 from reflogp.service.runner.reader import Reading, default_memory
 from reflogp.service.runner.result import bad_row_reasons, write_result
-from reflogp.store import ContentMismatchError, FileChangedError, Store, resolve_model
+from reflogp.store import Store, resolve_model
 from reflogp.store.texts import hide_secrets, shortened
 from reflogp.store.windows import TrainerSettings
 
-logger = logging.getLogger(__name__)
-
-#: Maximum number of attempts at a job when its files are modified while they are being read.
-_ATTEMPTS = 3
 #: Minimum seconds between progress reports, and the number of seconds over which the current rate is averaged.
 _REPORT_SECONDS, _RATE_SECONDS = 0.25, 5.0
 #: Maximum number of bad rows. A file of a few kilobytes can hold any number of rows without values.
@@ -138,10 +133,10 @@ def run_job(
     Return the summary that `reflogp score --json` prints, with two additional entries: `image_files` is True if any row names
     an image file, and `bad_row_reasons` says why rows have no values.
 
-    Each attempt opens the dataset's files once, fails if their content does not match the digest in the ledger, and reads the
-    tokenizer from the model's folder. If a dataset or tokenizer file is modified during an attempt, the job starts over, with
-    at most three attempts in all. Values computed before stay valid, because their keys are computed from the token ids. The
-    digest does not cover images that rows name by path; if such an image changes, so do the keys of its rows.
+    The job opens the dataset's files once, fails if their content does not match the digest in the ledger, and reads the
+    tokenizer from the model's folder. It also fails if a dataset or tokenizer file is modified while it runs. Values computed
+    before stay valid, because their keys are computed from the token ids. The digest does not cover images that rows name by
+    path; if such an image changes, so do the keys of its rows.
 
     Args:
         report: called with the job's progress (a dict with the fields of JobProgress in service.models), and with True if
@@ -153,36 +148,21 @@ def run_job(
         JobStoppedError: the job must stop now. The job continues later unless it was cancelled.
         ReflogpError, OSError: the job failed.
     """
-    with run_span(
-        "reflogp job",
-        order.claim.traceparent,
-        stops=(JobStoppedError, StoppedError),
-        job_id=order.claim.id,
-        request_id=order.claim.request,
-        reference_id=order.reference.reference_id,
-        store=hide_secrets(order.context.store),
-    ):
-        for attempt in range(_ATTEMPTS):
-            progress = Progress(report, check)
-            try:
-                summary, image_files = _attempt(order, workers, progress, check)
-                break
-            except FileChangedError as error:
-                if isinstance(error, ContentMismatchError) or attempt == _ATTEMPTS - 1:
-                    raise
-                logger.info("the job starts over: %s", error, extra={"job": order.claim.id})
-    delete_oldest(order.context.tokens, order.context.max_tokens_bytes)
-    progress.finish(summary.sequences, summary.hits)
-    reasons = bad_row_reasons(progress.problems)
-    return asdict(summary) | {"image_files": image_files, "bad_row_reasons": reasons}
-
-
-def _attempt(order: JobOrder, workers: Workers, progress: Progress, check: Callable[[], None]) -> tuple[ScoreSummary, bool]:
-    """Return the summary of one attempt, and whether any row names an image file. May also raise FileChangedError."""
-    reference, store = order.reference, Store(order.context.store)
+    reference, store, progress = order.reference, Store(order.context.store), Progress(report, check)
     asked = order.claim.settings
     settings = TrainerSettings(asked.max_length, asked.truncation_mode, asked.ld_alpha)
-    with open_dataset(order, check) as (dataset, _):
+    with (
+        run_span(
+            "reflogp job",
+            order.claim.traceparent,
+            stops=(JobStoppedError, StoppedError),
+            job_id=order.claim.id,
+            request_id=order.claim.request,
+            reference_id=reference.reference_id,
+            store=hide_secrets(order.context.store),
+        ),
+        open_dataset(order, check) as (dataset, _),
+    ):
         scheduler = Scheduler(workers=workers, check=check)
         try:
             summary = score_dataset(
@@ -193,7 +173,10 @@ def _attempt(order: JobOrder, workers: Workers, progress: Progress, check: Calla
         with span("write result"):
             snapshot = store[reference.reference_id].snapshot()
             write_result(dataset, snapshot, settings, progress.problems, Path(order.result), check)
-    return summary, dataset.names_image_files
+    delete_oldest(order.context.tokens, order.context.max_tokens_bytes)
+    progress.finish(summary.sequences, summary.hits)
+    reasons = bad_row_reasons(progress.problems)
+    return asdict(summary) | {"image_files": dataset.names_image_files, "bad_row_reasons": reasons}
 
 
 @contextmanager
