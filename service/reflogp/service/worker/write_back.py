@@ -83,10 +83,9 @@ class WriteBack:
             for reference_id, (provenance, scored) in waiting.items():
                 try:
                     self._commit(reference_id, provenance, scored)
-                except ReflogpError as error:
-                    logger.warning("could not store %s: %s", counted(len(scored), "scored sequence"), error)
-                except Exception:  # the thread must go on, because later values may be stored without an error
-                    logger.exception("could not store %s", counted(len(scored), "scored sequence"))
+                except Exception as error:  # the thread must go on, because later values may be stored without an error
+                    is_bug, count = not isinstance(error, ReflogpError), counted(len(scored), "scored sequence")
+                    logger.warning("could not store %s: %s", count, error, exc_info=is_bug)
                 finally:
                     with self._changed:
                         self._numbers -= _numbers_of(scored)
@@ -95,8 +94,7 @@ class WriteBack:
         if reference_id not in self._commits:
             self._commits[reference_id] = Committer(self._table_of(reference_id))
         sequences = [sequence for sequence, _ in scored]
-        prompts = [np.asarray(sequence.prompt_ids, np.int64) for sequence in sequences]
-        completions = [np.asarray(sequence.completion_ids, np.int64) for sequence in sequences]
+        completions = [sequence.completion_ids for sequence in sequences]
         lengths = np.array([len(completion) for completion in completions], np.int32)
-        keys = sequence_keys(prompts, completions)
+        keys = sequence_keys([sequence.prompt_ids for sequence in sequences], completions)
         self._commits[reference_id].commit(keys, sequences, lengths, [values for _, values in scored], provenance)
