@@ -193,9 +193,8 @@ def _order(world: World, state: Path, store: str) -> JobOrder:
     source = {"name": "", "file": str(world.data), "digest": digest_below(world.folder, world.data)[1], "split": "train"}
     claim = Claim("job", JobSettings(reference="ref"), source, world.reference.reference_id, 0)
     model = ReferenceSettings(model=str(world.model), dtype=world.reference.dtype)
-    result, report = str(state / "result.parquet"), str(state / "report.html")
-    context = JobContext(store, state / "tokens", 1 << 30, 10.0, 64 << 30)
-    return JobOrder(claim, world.reference, model, None, result, report, context)
+    context = JobContext(store, state, state / "tokens", 1 << 30, 10.0, 64 << 30)
+    return JobOrder(claim, world.reference, model, None, context)
 
 
 def ray(world: World, online: bool) -> dict[str, Any]:

@@ -83,8 +83,10 @@ def create_app(settings: ServerSettings) -> FastAPI:
     files = DatasetFiles(folder / "uploads", ledger, settings)
     uploads = Uploads(files, ledger)
     most = settings.max_worker_bytes or total_memory() * 9 // 10
-    shared = JobContext(registry.store.uri, folder / "tokens", settings.max_uploads_bytes // 3, _ROW_SECONDS, most)
-    scheduler = JobScheduler(settings, ledger, registry, files, metrics, shared, folder / "results")
+    shared = JobContext(
+        registry.store.uri, folder / "results", folder / "tokens", settings.max_uploads_bytes // 3, _ROW_SECONDS, most
+    )
+    scheduler = JobScheduler(settings, ledger, registry, files, metrics, shared)
     precompute = Precompute(settings, ledger, registry, uploads, files, scheduler)
     online = OnlineScoring(settings, registry, metrics)
     large = LargeRequests()

@@ -175,7 +175,7 @@ class Precompute:
 
     async def result(self, job_id: str) -> Path:
         """Return the path of the result of a job that is done. Raises Problem if there is none."""
-        file = self._scheduler.result(job_id)
+        file = self._scheduler.context.result(job_id)
         if not await to_thread.run_sync(file.is_file):
             raise Problem(404, "the job has no result because no row of its dataset could be read", "see the job's bad rows")
         return file
@@ -185,7 +185,7 @@ class Precompute:
 
         Raises Problem if it cannot be written, for example because the dataset has been deleted or has changed.
         """
-        file, step = self._scheduler.report(job.id), "write a report of any dataset with `reflogp report`"
+        file, step = self._scheduler.context.report(job.id), "write a report of any dataset with `reflogp report`"
         if await to_thread.run_sync(file.is_file):
             return file
         if job.summary is not None and job.summary["rows"] > _MOST_REPORTED:
@@ -205,7 +205,7 @@ class Precompute:
 
     async def _write_report(self, order: JobOrder) -> tuple[str, bool]:
         """Write a job's report. Return the reason why there is none, or "", and whether it is the same at the next call."""
-        source, file = order.claim.source, Path(order.report)
+        source, file = order.claim.source, order.context.report(order.claim.id)
         async with self._reporting:
             if await to_thread.run_sync(file.is_file):  # written for another caller meanwhile
                 return "", False
@@ -272,8 +272,8 @@ class Precompute:
         """
         jobs = self._ledger.ended_before(moment)
         for job in jobs:
-            self._scheduler.result(job).unlink(missing_ok=True)
-            self._scheduler.report(job).unlink(missing_ok=True)
+            self._scheduler.context.result(job).unlink(missing_ok=True)
+            self._scheduler.context.report(job).unlink(missing_ok=True)
         if jobs:
             self._ledger.forget(jobs)
 

@@ -95,7 +95,6 @@ class JobScheduler:
     Args:
         files: the uploaded and fetched datasets.
         context: settings that all jobs share.
-        results: folder for results and reports.
     """
 
     def __init__(
@@ -106,16 +105,14 @@ class JobScheduler:
         files: DatasetFiles,
         metrics: Metrics,
         context: JobContext,
-        results: Path,
     ) -> None:
         self._settings = settings
         self._ledger = ledger
         self._registry = registry
         self._metrics = metrics
-        self._context = context
-        self._results = results
-        results.mkdir(parents=True, exist_ok=True)
-        for folder in (results, context.tokens):
+        self.context = context
+        context.results.mkdir(parents=True, exist_ok=True)
+        for folder in (context.results, context.tokens):
             for partial_file in folder.glob(".*.partial"):  # left by a process that was killed while it wrote the file
                 partial_file.unlink(missing_ok=True)
         self._fetching = Fetching(settings, ledger, files, self._recorded, self._fetch_changed, self._finish)
@@ -190,16 +187,6 @@ class JobScheduler:
     def notify(self, job: str) -> None:
         if (change := self._changes.pop(job, None)) is not None:
             change.set()
-
-    def result(self, job_id: str) -> Path:
-        """Return the path of a job's result.
-
-        The runner writes the file at the end of the job, and only if at least one row of the dataset could be read.
-        """
-        return self._results / f"{job_id}.parquet"
-
-    def report(self, job_id: str) -> Path:
-        return self._results / f"{job_id}.report.html"
 
     # What workers do
 
@@ -509,7 +496,7 @@ class JobScheduler:
         model, file = self._registry.entry_of(claim.settings.reference, claim.reference_id), Path(claim.source["file"])
         root = str(await self._threads.run(root_of, file, self._settings)) if "path" in claim.source else None
         reference = self._registry.model_of(claim.reference_id)
-        return JobOrder(claim, reference, model, root, str(self.result(claim.id)), str(self.report(claim.id)), self._context)
+        return JobOrder(claim, reference, model, root, self.context)
 
     def _cancel(self, running: _Running) -> None:
         running.cancelled = True

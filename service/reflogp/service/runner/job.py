@@ -172,7 +172,7 @@ def run_job(
             scheduler.close()  # gives the workers back
         with span("write result"):
             snapshot = store[reference.reference_id].snapshot()
-            write_result(dataset, snapshot, settings, progress.problems, Path(order.result), check)
+            write_result(dataset, snapshot, settings, progress.problems, order.context.result(order.claim.id), check)
     delete_oldest(order.context.tokens, order.context.max_tokens_bytes)
     progress.finish(summary.sequences, summary.hits)
     reasons = bad_row_reasons(progress.problems)

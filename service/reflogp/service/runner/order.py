@@ -33,16 +33,28 @@ class JobContext:
     """Settings that all jobs of a service share.
 
     Attributes:
+        results: folder for results and reports.
         tokens: folder of the token-id cache.
         row_seconds: maximum CPU time in seconds for tokenizing one row.
         most_bytes: maximum memory of a job's process, without the process that reads the dataset.
     """
 
     store: str
+    results: Path
     tokens: Path
     max_tokens_bytes: int
     row_seconds: float
     most_bytes: int
+
+    def result(self, job_id: str) -> Path:
+        """Return the path of a job's result.
+
+        The runner writes the file at the end of the job, and only if at least one row of the dataset could be read.
+        """
+        return self.results / f"{job_id}.parquet"
+
+    def report(self, job_id: str) -> Path:
+        return self.results / f"{job_id}.report.html"
 
 
 @dataclass(frozen=True)
@@ -54,13 +66,10 @@ class JobOrder:
             weights, and so the same id, with different tokenizers.
         root: allowed root folder that contains the dataset, or None if the dataset is in the service's own folder. Other users
             may be able to write to a root folder, but not to the service's own folder.
-        result, report: paths of the job's result, which the runner writes, and of its report.
     """
 
     claim: Claim
     reference: Reference
     model: ReferenceSettings
     root: str | None
-    result: str
-    report: str
     context: JobContext

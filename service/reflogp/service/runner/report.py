@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import threading
-from pathlib import Path
 
 from reflogp.scoring.frames import encode
 from reflogp.scoring.reports.build import make_page
@@ -48,7 +47,7 @@ def _write(order: JobOrder) -> None:
         collected, model = collect(dataset, "the dataset", snapshot, settings), order.reference.name
         page = make_page(collected, dataset.only, tokenizer.load(), snapshot, settings, score="", data=name, model=model)
     delete_oldest(order.context.tokens, order.context.max_tokens_bytes)
-    with write_atomically(Path(order.report)) as partial:
+    with write_atomically(order.context.report(order.claim.id)) as partial:
         partial.write_bytes(page)
 
 
