@@ -14,7 +14,7 @@ from typing import Any
 
 from reflogp.scoring.errors import EngineError, WorkerGoneError
 from reflogp.scoring.runs.calls import CalledWorker
-from reflogp.scoring.runs.scheduler import Worker, settled
+from reflogp.scoring.runs.scheduler import Worker, settle, settled
 from reflogp.store.top import ValuesTable
 
 #: Seconds between calls of `check` while the runner waits for a worker.
@@ -39,7 +39,6 @@ class LentWorkers:
         self._changed = threading.Condition()
         self._addresses: dict[int, str] = {}  # of the workers that the runner may use
         self._connected: dict[int, _LentWorker] = {}
-        self._gone: dict[int, WorkerGoneError] = {}
 
     @property
     def count(self) -> int:
@@ -56,18 +55,15 @@ class LentWorkers:
         with self._changed:
             self._addresses.pop(number, None)
             worker = self._connected.get(number)
-            if worker is not None:  # if its process has just ended, the service says nothing more about it
-                self._gone[number] = WorkerGoneError("the worker is needed for another job", blamed=False)
-                self._changed.notify_all()
         if worker is not None:
             worker.release()
 
     def gone(self, number: int, reason: str, blamed: bool) -> None:
         with self._changed:
             self._addresses.pop(number, None)
-            if number in self._connected:
-                self._gone[number] = WorkerGoneError(reason, blamed)
-            self._changed.notify_all()
+            worker = self._connected.get(number)
+        if worker is not None:
+            settle(worker.reason, WorkerGoneError(reason, blamed), None)
 
     def open(self, table: ValuesTable) -> None:
         """Does nothing, because each worker opens the table by itself; see Workers.open."""
@@ -99,23 +95,20 @@ class LentWorkers:
         with self._changed:
             if self._connected.get(worker.number) is worker:
                 del self._connected[worker.number]
-                self._gone.pop(worker.number, None)
-
-    def reason(self, number: int) -> EngineError:
-        """Wait until the service has said why the process of a worker ended."""
-        with self._changed:
-            self._changed.wait_for(lambda: number in self._gone, _REASON_SECONDS)
-            return self._gone.get(number) or WorkerGoneError("its connection was lost", blamed=False)
 
 
 class _LentWorker(CalledWorker):
-    """A worker of the service, from when the run connects to it until it is taken back or its process ends."""
+    """A worker of the service, from when the run connects to it until it is taken back or its process ends.
+
+    Attributes:
+        reason: why it is of no more use to the run, as soon as that is known.
+    """
 
     def __init__(self, connection: socket.socket, number: int, reference_id: str, lent: LentWorkers) -> None:
         self.number = number
         self._reference_id = reference_id
         self._lent = lent
-        self._is_released = False
+        self.reason: Future[WorkerGoneError] = Future()
         super().__init__(connection, self._ended)
 
     def place(self) -> Future[str]:
@@ -129,16 +122,17 @@ class _LentWorker(CalledWorker):
 
     def release(self) -> None:
         """Disconnect when the worker has committed what it has computed. Its open calls raise WorkerGoneError."""
-        self._is_released = True
+        settle(self.reason, WorkerGoneError("the worker is needed for another job", blamed=False), None)
         self.stop().add_done_callback(lambda _: self.close())
 
     def end(self) -> None:
         """See Worker.end. The worker's process goes on, because it belongs to the service."""
-        self._is_released = True
+        settle(self.reason, WorkerGoneError("the run has ended", blamed=False), None)
         self.close()
         self._lent.left(self)
 
     def _ended(self) -> EngineError:
-        if self._is_released:
-            return WorkerGoneError("the worker is needed for another job", blamed=False)
-        return self._lent.reason(self.number)
+        try:
+            return self.reason.result(_REASON_SECONDS)
+        except TimeoutError:
+            return WorkerGoneError("its connection was lost", blamed=False)
