@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -92,14 +93,15 @@ def create_app(settings: ServerSettings) -> FastAPI:
     large = LargeRequests()
     context = Context(settings, registry, ledger, precompute, scheduler, online, uploads, metrics, large)
 
-    async def on_frame(worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
-        await online.on_frame(worker, message, body)
-        await scheduler.on_frame(worker, message, body)
+    def on_frame(worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
+        online.on_frame(worker, message, body)
+        if message["op"] == "ready":
+            scheduler.on_ready(worker)
 
-    async def on_death(worker: WorkerHandle, reason: str) -> None:
+    def on_death(worker: WorkerHandle, reason: str) -> None:
         metrics.worker_deaths.inc()
-        at_online = await online.on_death(worker, reason)
-        await scheduler.on_death(worker, reason, blame=not at_online)
+        at_online = online.on_death(worker, reason)
+        scheduler.on_death(worker, reason, blame=not at_online)
 
     sockets = tempfile.TemporaryDirectory(prefix="reflogp-")  # a short path, which no other user can enter
     configurations = _configurations(settings, registry, Path(sockets.name), _devices(settings, registry))
@@ -110,19 +112,19 @@ def create_app(settings: ServerSettings) -> FastAPI:
         online.start(pool)
         scheduler.start(pool)
         pool.start()
-        forking = None
+        work: dict[str, Callable[[], Awaitable[None]]] = {
+            "checking the store": registry.watch,
+            "housekeeping": precompute.keep_house,
+        }
         if configurations:  # otherwise, the first job would wait for it
-            forking = asyncio.create_task(to_thread.run_sync(start_fork_server, abandon_on_cancel=True))
-        tasks = {"checking the store": registry.watch, "housekeeping": precompute.keep_house}
-        watches = [asyncio.create_task(supervise(name, run)) for name, run in tasks.items()]
+            work["starting the fork server"] = partial(to_thread.run_sync, start_fork_server, abandon_on_cancel=True)
+        tasks = [asyncio.create_task(supervise(name, run)) for name, run in work.items()]
         yield
-        for watch in watches:
-            watch.cancel()
+        for task in tasks:
+            task.cancel()
         scheduler.drain()
         await scheduler.stop()
         await pool.close()
-        if forking is not None:
-            forking.cancel()
         ledger.close()
         lock.close()
         sockets.cleanup()

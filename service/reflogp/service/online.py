@@ -153,7 +153,7 @@ class OnlineScoring:
             outcomes = _merged(known, missing, outcomes)
         return Scored(outcomes, model.reference_id, hits, message["engine_seconds"], message["queue_seconds"], snapshot)
 
-    async def on_frame(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
+    def on_frame(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
         match message["op"]:
             case "ready":
                 for waiting in self._pending.values():
@@ -168,7 +168,7 @@ class OnlineScoring:
                 if entry is not None and not entry.answer.done():
                     entry.answer.set_result((message, body))
 
-    async def on_death(self, worker: WorkerHandle, reason: str) -> bool:
+    def on_death(self, worker: WorkerHandle, reason: str) -> bool:
         """Handle the end of a worker's process. The next one gets the worker's unanswered requests when it is ready.
 
         If the exited process was computing a request, the next process computes that request alone. A request fails if several

@@ -18,7 +18,7 @@ import os
 import sys
 import time
 from asyncio.subprocess import Process
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -142,8 +142,8 @@ class Pool:
     def __init__(
         self,
         configurations: list[WorkerConfiguration],
-        on_frame: Callable[[WorkerHandle, dict[str, Any], bytes], Awaitable[None]],
-        on_death: Callable[[WorkerHandle, str], Awaitable[None]],
+        on_frame: Callable[[WorkerHandle, dict[str, Any], bytes], None],
+        on_death: Callable[[WorkerHandle, str], None],
         max_worker_bytes: int,
     ) -> None:
         self.workers = [WorkerHandle(number, entry) for number, entry in enumerate(configurations)]
@@ -186,7 +186,7 @@ class Pool:
             worker.failed_starts = 0 if was_ready else worker.failed_starts + 1
             worker.last_error = reason
             logger.warning("worker %d ended: %s", worker.number, reason)
-            await self._on_death(worker, reason)
+            self._on_death(worker, reason)
             if worker.failed_starts:
                 await asyncio.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**worker.failed_starts))
 
@@ -200,14 +200,14 @@ class Pool:
         assert process.stdout is not None
         try:
             while (frame := await receive_frame(process.stdout)) is not None:
-                await self._take(worker, *frame)
+                self._take(worker, *frame)
         except Exception:  # a bug in the service; its state may not fit the worker's any more
             logger.exception("could not handle a message from worker %d", worker.number)
             worker.kill("the service could not handle a message from the worker (see the log)")
         status = await process.wait()
         return worker.killed_for or worker.last_error or exit_reason(status, "the service's log")
 
-    async def _take(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
+    def _take(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
         match message["op"]:
             case "ready":
                 worker.ready, worker.failed_starts = True, 0
@@ -218,7 +218,7 @@ class Pool:
                 return
             case "dying":
                 worker.last_error = message["error"]
-        await self._on_frame(worker, message, body)
+        self._on_frame(worker, message, body)
 
     async def _watch(self) -> None:
         """Check all workers every few seconds. This coroutine never returns."""

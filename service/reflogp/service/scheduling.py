@@ -190,15 +190,14 @@ class JobScheduler:
 
     # What workers do
 
-    async def on_frame(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
-        """If a frame says that a worker's process is ready, use the worker."""
-        if message["op"] == "ready":
-            for running in self._running.values():
-                if worker.number in running.workers:
-                    self._lend(running, worker.number)
-            self.look()
+    def on_ready(self, worker: WorkerHandle) -> None:
+        """Use a worker whose process is ready."""
+        for running in self._running.values():
+            if worker.number in running.workers:
+                self._lend(running, worker.number)
+        self.look()
 
-    async def on_death(self, worker: WorkerHandle, reason: str, blame: bool) -> None:
+    def on_death(self, worker: WorkerHandle, reason: str, blame: bool) -> None:
         """Handle the end of a worker's process: tell the job that it was lent to.
 
         Args:
@@ -246,7 +245,6 @@ class JobScheduler:
                 await self._record_stop(running)
             case _:
                 self._paused[job] = time.monotonic() + _STORE_PAUSE
-                asyncio.get_running_loop().call_later(_STORE_PAUSE, self.look)
                 await self._give_back(job, f"the store cannot be used: {shortened_without_secrets(message['error'])}")
 
     async def _record_stop(self, running: _Running) -> None:
@@ -297,7 +295,7 @@ class JobScheduler:
     # Starting jobs, and lending workers to them
 
     async def _assign_for_ever(self) -> None:
-        """Assign jobs to workers after each call of `look`, and check the ledger. This coroutine never returns.
+        """Assign jobs to workers after each call of `look` and each check of the ledger. This coroutine never returns.
 
         No other task claims jobs. Stop the service if the ledger is damaged.
         """
