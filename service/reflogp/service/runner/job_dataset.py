@@ -77,7 +77,8 @@ class JobDataset:
         with pa.memory_map(str(self._kept)) as file:
             reader = pa.ipc.open_file(file)
             last = reader.get_batch_with_custom_metadata(reader.num_record_batches - 1)
-            return int(last.custom_metadata[b"last_row"]) + 1
+            last_row: int = json.loads(last.custom_metadata[b"window"])["last_row"]
+            return last_row + 1
 
     def __iter__(self) -> Iterator[TokenizedRows]:
         return _read(self._kept) if self._kept.is_file() else self._tokenized_and_kept()
@@ -109,14 +110,10 @@ class JobDataset:
                     if writer is None:
                         options = pa.ipc.IpcWriteOptions(compression="lz4")
                         writer = pa.ipc.new_file(str(partial), window.table.schema, options=options)
-                    [batch] = window.table.combine_chunks().to_batches() or [_empty_batch(window.table.schema)]
-                    note = {
-                        "problems": json.dumps(problems),
-                        "last_row": str(window.last_row),
-                        "notes": json.dumps(window.notes),
-                        "labels": json.dumps(window.labels),
-                    }
-                    writer.write_batch(batch, custom_metadata=note)
+                    empty = pa.RecordBatch.from_pylist([], schema=window.table.schema)
+                    [batch] = window.table.combine_chunks().to_batches() or [empty]
+                    head = {"last_row": window.last_row, "notes": window.notes, "labels": window.labels}
+                    writer.write_batch(batch, custom_metadata={"window": json.dumps({**head, "problems": problems})})
                     problems = {}
                 yield window
             self._unchanged()
@@ -139,7 +136,7 @@ def cache_name(dataset_digest: str, tokenizer_digest: str, form: Format | None, 
         "split": split,
         "versions": _VERSIONS,
     }
-    digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16, person=b"reflogp.tok.v4")
+    digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16, person=b"reflogp.tok.v5")
     return f"{digest.hexdigest()}.arrow"
 
 
@@ -163,12 +160,6 @@ def _read(kept: Path) -> Iterator[TokenizedRows]:
         reader = pa.ipc.open_file(file)
         for number in range(reader.num_record_batches):
             batch = reader.get_batch_with_custom_metadata(number)
-            note = batch.custom_metadata
-            problems = {int(row): problem for row, problem in json.loads(note[b"problems"]).items()}
-            notes, labels = tuple(json.loads(note[b"notes"])), json.loads(note[b"labels"])
-            table = pa.Table.from_batches([batch.batch])
-            yield TokenizedRows(table, [], problems, int(note[b"last_row"]), notes=notes, labels=labels)
-
-
-def _empty_batch(schema: pa.Schema) -> pa.RecordBatch:
-    return pa.RecordBatch.from_pylist([], schema=schema)
+            head, table = json.loads(batch.custom_metadata[b"window"]), pa.Table.from_batches([batch.batch])
+            problems = {int(row): problem for row, problem in head["problems"].items()}
+            yield TokenizedRows(table, [], problems, head["last_row"], notes=tuple(head["notes"]), labels=head["labels"])
