@@ -95,7 +95,7 @@ class _Worker:
     def _milliseconds(self, tokens: int) -> float:
         """Ask for the log-probs of a new sequence, and wait for the answer."""
         ids = self._random.integers(2, self._vocabulary, tokens).tolist()
-        request = OnlineRequest("1", "reference", [Sequence(ids[: tokens // 2], ids[tokens // 2 :])], 1.0, False, None)
+        request = OnlineRequest("1", "reference", [Sequence(ids[: tokens // 2], ids[tokens // 2 :])], 1.0, False)
         start = time.perf_counter()
         self._loop.ask(request)
         answer = self._answers.get(timeout=ANSWER_SECONDS)

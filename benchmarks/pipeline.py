@@ -173,7 +173,7 @@ def job(world: World, online: bool) -> dict[str, Any]:
             time.sleep(0.05)
             continue
         sequences = [Sequence(*draw.integers(0, 30_000, (2, 100))) for _ in range(16)]
-        request = OnlineRequest(str(len(waits)), reference_id, sequences, 1.0, False, None)
+        request = OnlineRequest(str(len(waits)), reference_id, sequences, 1.0, False)
         answers[request.id] = (threading.Event(), [])
         began = time.monotonic()
         loop.ask(request)

@@ -44,7 +44,7 @@ def test_online_requests_beside_a_job_get_the_values_that_they_get_alone(tmp_pat
             outcomes.update(landed)
             if waiting:
                 number, sequences = waiting.pop(0)
-                loop.ask(OnlineRequest(str(number), REFERENCE, sequences, 1.0, False, None))
+                loop.ask(OnlineRequest(str(number), REFERENCE, sequences, 1.0, False))
         assert not waiting, "the job has more passes than there are requests"
         assert answered.wait(60)
     finally:

@@ -230,7 +230,7 @@ def test_a_job_counts_its_own_passes_and_goes_on_later_if_its_model_makes_room_f
     engines = Engines(make, 2, None, lambda ids: None, lambda name: None)
     loop = EngineLoop(engines, lambda ids: None, answers.append, 0.0)
     job = JobEngine(loop, engines.get("a"), "a", lambda: None)
-    loop.ask(OnlineRequest("1", "a", random_sequences(30, seed=1), 1.0, False, None))
+    loop.ask(OnlineRequest("1", "a", random_sequences(30, seed=1), 1.0, False))
     thread = threading.Thread(target=loop.run)
     thread.start()
     try:
@@ -243,7 +243,7 @@ def test_a_job_counts_its_own_passes_and_goes_on_later_if_its_model_makes_room_f
         with pytest.raises(WorkerGoneError):
             for number, _ in enumerate(loop.flow("a", groups, lambda: None)):
                 if number == 2:
-                    loop.ask(OnlineRequest("2", "b", random_sequences(2), 1.0, False, None))
+                    loop.ask(OnlineRequest("2", "b", random_sequences(2), 1.0, False))
     finally:
         loop.close()
         thread.join(60)

@@ -68,7 +68,6 @@ class _Pending:
     """A request that was sent to a worker but has no response yet.
 
     Attributes:
-        deadline: value of time.monotonic() after which the caller stops waiting.
         began: True if the worker's current process has started to compute the request.
         deaths: number of worker processes that died while computing the request.
     """
@@ -77,7 +76,6 @@ class _Pending:
     message: dict[str, Any]
     body: bytes
     tokens: int
-    deadline: float
     answer: asyncio.Future[tuple[dict[str, Any], bytes]]
     began: bool = False
     deaths: int = 0
@@ -158,7 +156,7 @@ class OnlineScoring:
             case "ready":
                 for waiting in self._pending.values():
                     if waiting.worker is worker:
-                        self._send(waiting)
+                        worker.send(waiting.message, waiting.body)
             case "round":
                 for key in message["ids"]:
                     if key in self._pending:
@@ -196,9 +194,6 @@ class OnlineScoring:
                 self._fail(key, _no_worker(worker))
         return blame
 
-    def _send(self, entry: _Pending) -> None:
-        entry.worker.send({**entry.message, "deadline_seconds": entry.deadline - time.monotonic()}, entry.body)
-
     async def _ask(
         self, reference_id: str, sequences: pa.Table, temperature: float, write: bool, deadline: float, top_k: int
     ) -> tuple[dict[str, Any], bytes]:
@@ -216,20 +211,20 @@ class OnlineScoring:
             "top_k": top_k,
         }
         answer: asyncio.Future[tuple[dict[str, Any], bytes]] = asyncio.get_running_loop().create_future()
-        entry = _Pending(worker, message, stream_bytes(sequences), tokens, deadline, answer)
+        entry = _Pending(worker, message, stream_bytes(sequences), tokens, answer)
         self._pending[key] = entry
         if worker.ready:
-            self._send(entry)
+            worker.send(message, entry.body)
         try:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
                 answered, body = await answer
         except TimeoutError:
-            raise self._too_late() from None
+            self._metrics.refused.labels("deadline").inc()
+            step = "set a longer deadline, or send fewer sequences per request"
+            raise Problem(504, "the deadline has passed", step) from None
         finally:
             if self._pending.pop(key, None) is not None:
                 worker.send({"op": "forget", "id": key})
-        if answered["error"] == "deadline":
-            raise self._too_late()
         if answered["error"] is not None and answered["is_permanent"]:
             raise Problem(500, answered["error"], _CHECK_MODEL)
         if answered["error"] is not None:
@@ -321,10 +316,6 @@ class OnlineScoring:
         entry = self._pending.pop(key, None)
         if entry is not None and not entry.answer.done():
             entry.answer.set_exception(problem)
-
-    def _too_late(self) -> Problem:
-        self._metrics.refused.labels("deadline").inc()
-        return Problem(504, "the deadline has passed", "set a longer deadline, or send fewer sequences per request")
 
 
 def _no_worker(worker: WorkerHandle) -> Problem:

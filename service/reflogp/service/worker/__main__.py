@@ -136,8 +136,6 @@ class Worker:
         table = table_of(body)
         rows = zip(*(table[name] for name in table.column_names), strict=True)
         sequences = [Sequence(*(_ids(entry) for entry in row)) for row in rows]
-        left = message["deadline_seconds"]
-        deadline = None if left is None else time.monotonic() + left
         self.loop.ask(
             OnlineRequest(
                 message["id"],
@@ -145,7 +143,6 @@ class Worker:
                 sequences,
                 message["temperature"],
                 message["alone"],
-                deadline,
                 request=message["request"],
                 top_k=message["top_k"],
                 write=message["write"],

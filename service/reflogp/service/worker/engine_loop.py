@@ -58,7 +58,6 @@ class OnlineRequest:
 
     Attributes:
         alone: True if the request must not share its round, because it may have crashed a worker before.
-        deadline: value of time.monotonic() after which the client stops waiting, or None for no deadline.
         top_k: number of most probable tokens of each position that the client wants.
         write: True if the values may be stored.
         outcomes: the outcome of each sequence, or None where it is not known yet; empty until the request's round begins.
@@ -70,7 +69,6 @@ class OnlineRequest:
     sequences: list[Sequence]
     temperature: float
     alone: bool
-    deadline: float | None
     arrived: float = field(default_factory=time.monotonic)
     request: str | None = None
     top_k: int = 0
@@ -437,16 +435,10 @@ class EngineLoop:
         return batch
 
     def _first_servable(self) -> OnlineRequest | None:
-        now = time.monotonic()
         with self._lock:
-            expired = [request for request in self._online if request.deadline is not None and request.deadline < now]
-            for request in expired:
-                self._online.remove(request)
             first = next((request for request in self._online if self._engines.may_get(request.reference_id)), None)
             if first is not None:
                 self._online.remove(first)
-        for request in expired:
-            self._on_answer(Answer(request, None, error="deadline"))
         work = self._work
         if first is not None and work is not None and work.reference_id in self._engines.displaced_by(first.reference_id):
             work.out.put(_unloaded())
