@@ -15,6 +15,7 @@ The service and its workers exchange the following frames. Parentheses state wha
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -76,16 +77,12 @@ class Worker:
         )
         self._write_back = WriteBack(self._table)
         self._units = UnitServer(configuration.address, self.loop, self._table, self._vision, configuration.commit_seconds)
-        self._ending = False
 
     def send(self, message: dict[str, Any], body: bytes = b"") -> None:
-        """Send a frame to the service. If the service has exited, shut down the worker."""
-        try:
-            with self._sending:
-                self._out.write(encode(message, body))
-                self._out.flush()
-        except (BrokenPipeError, ValueError):
-            self.end()
+        """Send a frame to the service. If the service has exited, `_read` shuts down the worker."""
+        with self._sending, contextlib.suppress(BrokenPipeError):
+            self._out.write(encode(message, body))
+            self._out.flush()
 
     def run(self, source: BinaryIO) -> None:
         """Run until the service sends the frame `exit`, or until the service itself exits."""
@@ -103,13 +100,8 @@ class Worker:
         self.loop.run()
         self._write_back.close()
 
-    def end(self) -> None:
-        """Begin to shut down: jobs commit what is computed, then the current round is finished, and `run` returns."""
-        if not self._ending:
-            self._ending = True
-            threading.Thread(target=self._close, name="end", daemon=True).start()
-
     def _close(self) -> None:
+        """Shut down: jobs commit what is computed, then the current round is finished, and `run` returns."""
         committing = threading.Thread(target=self._units.end, daemon=True)
         committing.start()
         committing.join(_LAST_SECONDS)
@@ -118,7 +110,7 @@ class Worker:
         os._exit(1)
 
     def _read(self, source: BinaryIO) -> None:
-        while (frame := read_frame(source)) is not None:
+        while (frame := read_frame(source)) is not None and frame[0]["op"] != "exit":
             message, body = frame
             match message["op"]:
                 case "score":
@@ -128,9 +120,7 @@ class Worker:
                 case "ping":
                     doing, seconds = self.loop.doing() or (None, 0.0)
                     self.send({"op": "pong", "doing": doing, "seconds": seconds})
-                case "exit":
-                    self.end()
-        self.end()
+        self._close()
 
     def _ask(self, message: dict[str, Any], body: bytes) -> None:
         table = table_of(body)
@@ -253,7 +243,6 @@ def main() -> None:
         logger.error("%s", text if known else text + "\n" + "".join(traceback.format_tb(error.__traceback__)))
         tracing.flush()
         os._exit(1)
-    out.flush()
     tracing.flush()
     os._exit(0)
 
