@@ -6,10 +6,8 @@ The device works for one runner at a time; another runner that has connected wai
 
 from __future__ import annotations
 
-import logging
-import socket
+import socketserver
 import threading
-import time
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,6 @@ from reflogp.scoring.torch_engine import Outcome, Sequence
 from reflogp.scoring.torch_engine.sequences import TokenCounts
 from reflogp.service.worker.engine_loop import EngineLoop
 from reflogp.store.top import ValuesTable
-
-logger = logging.getLogger("reflogp.worker")
 
 #: Seconds between two checks of whether the device is free for the next runner.
 _LOOK_SECONDS = 0.1
@@ -62,8 +58,8 @@ class JobEngine:
         """Does nothing, because the engine belongs to the loop."""
 
 
-class UnitServer:
-    """Accepts the connections of runners, and answers their calls.
+class UnitServer(socketserver.ThreadingUnixStreamServer):
+    """Accepts the connections of runners, and answers the calls of each in a thread.
 
     Args:
         address: path of the Unix socket.
@@ -71,6 +67,8 @@ class UnitServer:
         vision: returns the image processors of a reference's model.
         commit_seconds: maximum time in seconds between computing values and committing them.
     """
+
+    daemon_threads = True
 
     def __init__(
         self,
@@ -88,12 +86,10 @@ class UnitServer:
         self.is_ending = False
         self._connected: set[_Runner] = set()
         Path(address).unlink(missing_ok=True)  # of this worker's last process
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(address)
-        self._listener.listen()
+        super().__init__(address, socketserver.BaseRequestHandler)
 
     def start(self) -> None:
-        threading.Thread(target=self._accept, name="runners", daemon=True).start()
+        threading.Thread(target=self.serve_forever, name="runners", daemon=True).start()
 
     def end(self) -> None:
         """Commit the values that are already computed, and score no further units."""
@@ -101,25 +97,14 @@ class UnitServer:
         for runner in list(self._connected):
             runner.stop()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError as error:  # for example, too many open files
-                logger.warning("could not accept a runner's connection: %s", error)
-                time.sleep(_LOOK_SECONDS)
-                continue
-            threading.Thread(target=self._serve, args=(connection,), name="runner", daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
+    def finish_request(self, request: Any, client_address: Any) -> None:
         runner = _Runner(self)
         self._connected.add(runner)
         try:
-            answer_calls(connection, runner, runner.stop)
+            answer_calls(request, runner, runner.stop)
         finally:
             runner.give_way()
             self._connected.discard(runner)
-            connection.close()
 
 
 class _Runner:
