@@ -54,6 +54,11 @@ _LEFT_SECONDS, _LEFT_TO_LOAD_SECONDS = 1.0, 30.0
 _FAILURES = 3
 #: A runner that has not stopped after this many seconds is killed; the second number applies when the service ends.
 _STOP_SECONDS, _END_SECONDS = 30.0, 20.0
+#: Why a job is stopped that goes on later, and its note.
+_STOPPED = {
+    "interrupted": "a job with higher priority needed the worker",
+    "end": "the service ended",
+}
 #: A job that was first submitted less than this many seconds ago may be overtaken by newer jobs of the same priority whose
 #: model is already loaded.
 _PATIENCE_SECONDS = 60.0
@@ -71,7 +76,7 @@ class _Running:
         workers: numbers of the workers that are lent to the job.
         failures: worker number -> how often the worker has died while it was lent to the job.
         cancelled: whether the job has been cancelled; it may have been stopped for another reason before.
-        stopped_for: why the job must stop, or None if it may continue.
+        stop_reason: why the job must stop ("cancelled", or a key of _STOPPED), or None if it may continue.
         counted: the progress that the metrics already include.
     """
 
@@ -81,7 +86,7 @@ class _Running:
         self.workers = {worker}
         self.failures: Counter[int] = Counter()
         self.cancelled = False
-        self.stopped_for: str | None = None
+        self.stop_reason: str | None = None
         self.counted = JobProgress()
 
     def send(self, message: dict[str, Any]) -> None:
@@ -152,7 +157,7 @@ class JobScheduler:
     async def stop(self) -> None:
         """Stop all running jobs, and wait until their runners have exited. Call this method before the workers exit."""
         for running in self._running.values():
-            self._stop(running, "the service ended")
+            self._stop(running, "end")
         stop = time.monotonic() + _END_SECONDS
         while self._running and time.monotonic() < stop:
             await asyncio.sleep(0.05)
@@ -251,12 +256,12 @@ class JobScheduler:
         if running.cancelled:
             await self._finish(running.claim.id, "cancelled")
         else:
-            await self._give_back(running.claim.id, running.stopped_for or "the service ended")
+            await self._give_back(running.claim.id, _STOPPED[running.stop_reason or "end"])
 
     async def _record_death(self, running: _Running, reason: str) -> None:
         """Record that a job's runner has exited without a report."""
         job = running.claim.id
-        if running.stopped_for is not None:
+        if running.stop_reason is not None:
             await self._record_stop(running)
             return
         logger.warning("the process that ran the job ended: %s", reason, extra={"job": job})
@@ -345,11 +350,11 @@ class JobScheduler:
             self.notify(claim.id)
         but = {*self._paused, *self._running}
         highest = await to_thread.run_sync(self._ledger.highest_queued_priority, but)
-        busy = [running for running in self._running.values() if not running.stopped_for and self._has_ready_worker(running)]
-        if highest is not None and busy and not any(running.stopped_for for running in self._running.values()):
+        busy = [running for running in self._running.values() if not running.stop_reason and self._has_ready_worker(running)]
+        if highest is not None and busy and not any(running.stop_reason for running in self._running.values()):
             lowest = min(busy, key=lambda running: running.claim.priority)
             if lowest.claim.priority < highest:
-                self._stop(lowest, "a job with higher priority needed the worker")
+                self._stop(lowest, "interrupted")
         for running in self._running.values():
             self._lend_idle(running)
 
@@ -371,7 +376,7 @@ class JobScheduler:
 
     def _lend_idle(self, running: _Running) -> None:
         """Lend idle workers to a running job: to one that has no worker, or that more workers are worthwhile for."""
-        if self.closing or running.stopped_for is not None or running.runner is None:
+        if self.closing or running.stop_reason is not None or running.runner is None:
             return
         lent = {number for other in self._running.values() for number in other.workers}
         for worker in self._pool.workers:
@@ -471,7 +476,7 @@ class JobScheduler:
             what = "" if isinstance(error, ReferenceNotFoundError) else "the dataset cannot be used: "
             await self._finish(claim.id, "failed", error=what + detail)
             return False
-        if running.stopped_for is not None:
+        if running.stop_reason is not None:
             await self._record_stop(running)
             return False
         try:
@@ -482,8 +487,8 @@ class JobScheduler:
         logger.info("job started, pid %s, on worker %s", running.runner.pid, *running.workers, extra={"job": claim.id})
         for number in running.workers:
             self._lend(running, number)
-        if running.stopped_for is not None:
-            self._stop(running, running.stopped_for)
+        if running.stop_reason is not None:
+            self._stop(running, running.stop_reason)
         return True
 
     async def order(self, claim: Claim) -> JobOrder:
@@ -498,13 +503,13 @@ class JobScheduler:
 
     def _cancel(self, running: _Running) -> None:
         running.cancelled = True
-        self._stop(running, "the job was cancelled")
+        self._stop(running, "cancelled")
 
     def _stop(self, running: _Running, why: str) -> None:
         """Tell a job's runner to stop, and kill it if it has not exited after _STOP_SECONDS."""
-        running.stopped_for = running.stopped_for or why
+        running.stop_reason = running.stop_reason or why
         asyncio.get_running_loop().call_later(_STOP_SECONDS, self._kill, running, "it did not stop in time")
-        running.send({"op": "stop"})
+        running.send({"op": "stop", "why": running.stop_reason})
 
     def _kill(self, running: _Running, why: str) -> None:
         if running.runner is not None:

@@ -39,7 +39,7 @@ _MOST_BAD_ROWS = 1_000_000
 
 
 class JobStoppedError(Exception):
-    """The job must stop."""
+    """The job must stop. The error's text is the reason: "cancelled", "interrupted" (by a more urgent job) or "end"."""
 
 
 class Progress(ProgressCallbacks):

@@ -37,7 +37,7 @@ def main(connection: socket.socket, order: JobOrder) -> None:
     """Run a job in this process, and exit."""
     runner = _Runner(connection, order)
     set_up_process()
-    signal.signal(signal.SIGTERM, lambda *_: runner.stop())
+    signal.signal(signal.SIGTERM, lambda *_: runner.stop("end"))
     runner.send(runner.run())
     tracing.flush()
     os._exit(0)
@@ -45,13 +45,13 @@ def main(connection: socket.socket, order: JobOrder) -> None:
 
 class _Runner:
     def __init__(self, connection: socket.socket, order: JobOrder) -> None:
-        self._is_stopped = False
+        self._stopped_for: str | None = None
         self._connection = connection
         self._order = order
         self._workers = LentWorkers(order.reference.reference_id, self._check)
 
-    def stop(self) -> None:
-        self._is_stopped = True
+    def stop(self, why: str) -> None:
+        self._stopped_for = self._stopped_for or why
 
     def send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # raised if the service has exited, which `_read` notices
@@ -71,7 +71,7 @@ class _Runner:
         except StoreUnavailableError as error:
             return {"op": "job", "end": "stopped", "error": str(error)}
         except Exception as error:
-            if self._is_stopped:  # what the job needs may end together with it
+            if self._stopped_for is not None:  # what the job needs may end together with it
                 return {"op": "job", "end": "stopped", "error": None}
             if isinstance(error, ReflogpError | OSError):
                 return {"op": "job", "end": "failed", "error": shortened_without_secrets(str(error))}
@@ -84,8 +84,8 @@ class _Runner:
         self.send({"op": "progress", "progress": progress, "committed": committed})
 
     def _check(self) -> None:
-        if self._is_stopped:
-            raise JobStoppedError
+        if self._stopped_for is not None:
+            raise JobStoppedError(self._stopped_for)
 
     def _read(self) -> None:
         with contextlib.suppress(OSError), self._connection.makefile("rb") as frames:
@@ -99,7 +99,7 @@ class _Runner:
                     case "gone":
                         self._workers.gone(message["worker"], message["reason"], message["blamed"])
                     case "stop":
-                        self.stop()
-        self.stop()  # the service has exited
+                        self.stop(message["why"])
+        self.stop("end")  # the service has exited
         threading.Event().wait(_LAST_SECONDS)
         os._exit(1)
