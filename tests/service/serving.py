@@ -30,7 +30,7 @@ CONSTANTS = {
     "worker_late_seconds": ("pool", "_LATE_SECONDS"),
     "worker_silence_seconds": ("pool", "_SILENCE_SECONDS"),
     "max_json_bytes": ("bodies", "_MAX_JSON_BYTES"),
-    "max_large_requests": ("large_requests", "_MOST"),
+    "max_large_requests": ("bodies", "_MOST_LARGE"),
     "max_json_values": ("routes.lookups", "_MAX_JSON_VALUES"),
     "max_lookup_keys": ("routes.lookups", "_MAX_KEYS"),
     "max_score_sequences": ("routes.scores", "_MAX_SEQUENCES"),

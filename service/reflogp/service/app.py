@@ -18,9 +18,9 @@ from starlette.types import ASGIApp
 
 from reflogp.scoring.machine import Place, gpus_in_a_child, places, total_memory
 from reflogp.service import problems
+from reflogp.service.bodies import LargeRequests
 from reflogp.service.context import Context
 from reflogp.service.dataset_files import DatasetFiles, Uploads
-from reflogp.service.large_requests import LargeRequests
 from reflogp.service.ledger import Ledger
 from reflogp.service.ledger_file import StateLock
 from reflogp.service.metrics import Metrics, Timed

@@ -7,8 +7,10 @@ gigabytes. How long a sender may take is up to the proxy in front of the service
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -17,7 +19,6 @@ from fastapi import Request, Response
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from reflogp.service.large_requests import content_length
 from reflogp.service.problems import Problem
 from reflogp.service.worker.protocol import MASKED_SEQUENCES, SEQUENCES
 from reflogp.store.keys import KEY_BYTES, KEY_TYPE
@@ -29,6 +30,9 @@ Result = TypeVar("Result")
 
 JSON = "application/json"
 
+#: A request whose body has more bytes than this is large. At most _MOST_LARGE of them are read and decoded at the same time.
+#: One that has waited for _PATIENCE_SECONDS is rejected.
+_LARGE_BYTES, _MOST_LARGE, _PATIENCE_SECONDS = 256 << 10, 4, 30.0
 #: Maximum size of a JSON body in bytes. Programs send Arrow streams.
 _MAX_JSON_BYTES = 2 << 20
 #: Bodies of up to this many bytes are decoded in the event loop, because starting a thread would take longer.
@@ -42,6 +46,41 @@ _MAX_JSON_PARTS = 10_000
 #: The maximum size in bytes of an Arrow stream's schema, and the maximum number of its batches. Ordinary streams have about a
 #: kilobyte of schema, and one batch for every few thousand rows. Both take far more memory than their bytes in the stream.
 _MAX_SCHEMA_BYTES, _MAX_BATCHES = 64 << 10, 20_000
+
+
+class LargeRequests:
+    """A semaphore for large requests. Small requests never wait."""
+
+    def __init__(self) -> None:
+        self._semaphore = asyncio.Semaphore(_MOST_LARGE)
+
+    @asynccontextmanager
+    async def turn_of(self, request: Request) -> AsyncIterator[None]:
+        """Wait for a turn if the request's body is large or of unknown length. Raises Problem 503 after _PATIENCE_SECONDS."""
+        declared = content_length(request)
+        if declared is not None and declared <= _LARGE_BYTES:
+            yield
+            return
+        try:
+            async with asyncio.timeout(_PATIENCE_SECONDS):
+                await self._semaphore.acquire()
+        except TimeoutError:
+            raise Problem(
+                503,
+                "too many large requests are being processed",
+                "try again later, or send less data per request",
+                {"Retry-After": "5"},
+            ) from None
+        try:
+            yield
+        finally:
+            pa.default_memory_pool().release_unused()  # otherwise, Arrow would keep the freed memory
+            self._semaphore.release()
+
+
+def content_length(request: Request) -> int | None:
+    declared = request.headers.get("content-length", "")
+    return int(declared) if declared.isascii() and declared.isdigit() else None
 
 
 async def read_body(request: Request, max_bytes: int, otherwise: str = "split the request into several requests") -> bytearray:

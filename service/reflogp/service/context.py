@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from reflogp.service.bodies import LargeRequests
 from reflogp.service.dataset_files import Uploads
-from reflogp.service.large_requests import LargeRequests
 from reflogp.service.ledger import Ledger
 from reflogp.service.metrics import Metrics
 from reflogp.service.online import OnlineScoring

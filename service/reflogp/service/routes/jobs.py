@@ -10,9 +10,8 @@ from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.responses import FileResponse, HTMLResponse
 
 from reflogp.service.auth import requires
-from reflogp.service.bodies import JSON, body_schemas, json_response, read_json, require_type, stream_chunks
+from reflogp.service.bodies import JSON, body_schemas, content_length, json_response, read_json, require_type, stream_chunks
 from reflogp.service.context import Context
-from reflogp.service.large_requests import content_length
 from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobRequest, Jobs, JobState, QuerySettings
 from reflogp.service.problems import Problem, documented
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from contextlib import nullcontext
-from itertools import islice
 from typing import Annotated, Any
 
 import numpy as np
@@ -25,7 +23,6 @@ from reflogp.service.bodies import (
     require_type,
 )
 from reflogp.service.context import Context
-from reflogp.service.large_requests import LARGE_BYTES, PATIENCE_SECONDS, LargeRequests
 from reflogp.service.problems import Problem, documented
 from reflogp.service.threads import Threads
 from reflogp.store import Snapshot
@@ -39,8 +36,6 @@ from reflogp.store.texts import hide_secrets
 _MAX_KEYS = 2_000_000
 #: Maximum number of token values in a JSON response.
 _MAX_JSON_VALUES = 250_000
-#: Size in bytes of the pieces in which a batch is sent.
-_PIECE_BYTES = 256 << 10
 #: Arrow schema of a response, with nulls for a miss. The column `token_logps` is included only if it was requested.
 _ANSWER = pa.schema([("scored_len", pa.int32()), ("logp_sum", pa.float64()), ("token_logps", pa.list_(pa.float32()))])
 #: Maximum number of keys in one batch of a response, and maximum number of bytes of token values; only a batch with a single
@@ -170,9 +165,7 @@ def lookups_router(context: Context) -> APIRouter:
                 keys = await decoded(lambda body: keys_of(body, _MAX_KEYS), body)
                 del body
             found = await registry.threads.run(find, found_in, keys)
-            is_large = values and 4 * _value_count(found) > LARGE_BYTES
-            answer = _answer_messages(found_in, found, values)
-            return await _streamed(answer, registry.threads, context.large if is_large else None)
+            return await _streamed(_answer_messages(found_in, found, values), registry.threads)
         async with context.large.turn_of(request):
             asked = await read_json(request, LookupRequest, settings.max_body_bytes)
         found_in = await registry.threads.run(registry.snapshot, reference, snapshot)
@@ -196,29 +189,23 @@ def _json(snapshot: Snapshot, found: Found, values: bool) -> Response:
     return json_response(LookupAnswer(reference_id=snapshot.reference_id, snapshot=snapshot.number, **columns))
 
 
-async def _streamed(messages: Iterator[pa.Buffer], threads: Threads, large: LargeRequests | None) -> Response:
+async def _streamed(messages: Iterator[pa.Buffer], threads: Threads) -> Response:
     """Return a response that streams Arrow batches.
 
     The first batch is created before the status is sent, so that an unreadable store results in an error status rather than in
     a truncated response. Later batches are created while the response is being sent. If a later batch cannot be read, the
-    response is truncated. With `large`, each batch is created in a turn of a large request, which ends before it is sent.
+    response is truncated.
     """
+    schema, message = await threads.run(lambda: (next(messages), next(messages, None)))
 
-    async def after(count: int, patience: float | None) -> list[pa.Buffer]:
-        async with large.turn(patience) if large is not None else nullcontext():
-            return await threads.run(lambda: list(islice(messages, count)))
+    async def sent() -> AsyncIterator[bytes]:
+        yield bytes(schema)
+        ready = message
+        while ready is not None:
+            yield bytes(ready)
+            ready = await threads.run(next, messages, None)
 
-    first = await after(2, PATIENCE_SECONDS)
-
-    async def pieces() -> AsyncIterator[bytes]:
-        ready = first
-        while ready:
-            message = memoryview(ready.pop(0))
-            for start in range(0, len(message), _PIECE_BYTES):  # the connection of a slow reader copies only one piece
-                yield bytes(message[start : start + _PIECE_BYTES])
-            ready = ready or await after(1, None)
-
-    return StreamingResponse(pieces(), media_type=ARROW_STREAM)
+    return StreamingResponse(sent(), media_type=ARROW_STREAM)
 
 
 def _answer_schema(snapshot: Snapshot, values: bool) -> pa.Schema:

@@ -9,9 +9,8 @@ from fastapi import APIRouter, Depends, Path, Request, Response
 
 from reflogp.scoring.data.read import SUFFIXES_IN_WORDS
 from reflogp.service.auth import requires
-from reflogp.service.bodies import JSON, json_response, require_type, stream_chunks
+from reflogp.service.bodies import JSON, content_length, json_response, require_type, stream_chunks
 from reflogp.service.context import Context
-from reflogp.service.large_requests import content_length
 from reflogp.service.models import NAME_PATTERN, UPLOAD_PATTERN, Upload, Uploads
 from reflogp.service.problems import documented
 from reflogp.service.routes.jobs import DATASET_TYPES
