@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -12,7 +11,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
-from starlette.routing import BaseRoute, Match
 
 from reflogp.service.ledger_file import LedgerDamagedError, LedgerError
 from reflogp.store import (
@@ -110,7 +108,8 @@ def install(app: FastAPI) -> None:
     async def _(request: Request, error: HTTPException) -> JSONResponse:
         headers = dict(error.headers or {})
         if error.status_code == 405:  # Starlette's Allow header lists only the methods of the first route with this path
-            headers["Allow"] = ", ".join(_methods_here(request))
+            described = request.app.openapi()["paths"].get(getattr(request.scope.get("route"), "path", None))
+            headers |= {"Allow": ", ".join(sorted(map(str.upper, described)))} if described else {}
         return Problem(error.status_code, str(error.detail), _SEE_API, headers).response()
 
     @app.exception_handler(Exception)
@@ -119,28 +118,6 @@ def install(app: FastAPI) -> None:
         return Problem(
             500, f"the service failed ({type(error).__name__})", "report this error and attach the service's log"
         ).response()
-
-
-def _methods_here(request: Request) -> list[str]:
-    """Return all HTTP methods that have a route at the request's path."""
-    found: set[str] = set()
-    for route in _routes_of(request.app.routes):
-        if route.matches(request.scope)[0] is not Match.NONE:
-            found |= set(getattr(route, "methods", None) or ())
-    return sorted(found)
-
-
-def _routes_of(routes: Sequence[BaseRoute]) -> Iterator[BaseRoute]:
-    """Yield all routes.
-
-    Newer FastAPI versions keep included routers nested in `routes`. The routes of these routers are yielded too.
-    """
-    for route in routes:
-        included = getattr(route, "original_router", None)
-        if included is None:
-            yield route
-        else:
-            yield from _routes_of(included.routes)
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
