@@ -75,26 +75,19 @@ def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitab
 
     async def check(
         request: Request,
-        documented: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],  # for OpenAPI
+        bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
     ) -> str:
         if not tokens:
             return "loopback"
-        header = request.headers.get("authorization")
-        kind, _, token = (header or "").partition(" ")
-        if header is None and request.method in _SAFE_METHODS:
+        known = None
+        if bearer is not None:
+            known = entry_of(bearer.credentials.strip(), tokens)
+        elif "authorization" not in request.headers and request.method in _SAFE_METHODS:
             known = signed_in(request, tokens)
-        else:
-            known = entry_of(token.strip(), tokens) if kind.lower() == "bearer" else None
         if known is None:
-            if header is None:
-                detail = "no bearer token was sent"
-            elif kind.lower() != "bearer":
-                detail = "the Authorization header does not contain a bearer token"
-            else:
-                detail = "the bearer token is unknown"
             raise Problem(
                 401,
-                detail,
+                "no bearer token was sent" if bearer is None else "the bearer token is unknown",
                 "send the header Authorization: Bearer TOKEN with one of the service's tokens",
                 {"WWW-Authenticate": 'Bearer realm="reflogp"'},
             )
