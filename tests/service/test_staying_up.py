@@ -96,7 +96,7 @@ def test_a_ledger_that_is_locked_for_long_ends_nothing(service, client, place):
     wait_for(client, job, lambda found: found.progress.scored > 0)
     with locked(place / "state" / "jobs.sqlite"):
         wait_until(lambda: not ready(service.url))
-        assert "another process has locked the file" in httpx.get(f"{service.url}/readyz").json()["detail"]
+        assert "database is locked" in httpx.get(f"{service.url}/readyz").json()["detail"]
         refused(post(service.url, token_rows(1, seed=2)))
         refused(httpx.delete(f"{service.url}/v1/jobs/{job}"))
         wait_until(lambda: finished_unrecorded(place, client, job))

@@ -20,24 +20,13 @@ logger = logging.getLogger(__name__)
 #: still hold the lock.
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 2.0, 0.1
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-_REASONS = {
-    sqlite3.SQLITE_BUSY: "another process has locked the file",
-    sqlite3.SQLITE_LOCKED: "another process has locked the file",
-    sqlite3.SQLITE_FULL: "the disk is full",
-    sqlite3.SQLITE_READONLY: "the file cannot be written",
-    sqlite3.SQLITE_CANTOPEN: "the file cannot be opened",
-    sqlite3.SQLITE_IOERR: "the file cannot be read or written",
-}
 
 
 class LedgerError(ReflogpError):
-    """A read or write of the service's ledger of jobs failed. The message says why."""
+    """A read or write of the service's ledger of jobs failed.
 
-
-class LedgerUnavailableError(LedgerError):
-    """The ledger is locked by another process, its disk is full or failing, or the service is shutting down.
-
-    Unless the service is shutting down, the same call may succeed later.
+    The file is locked by another process, its disk is full or failing, or the service is shutting down. Unless it is shutting
+    down, the same call may succeed later.
     """
 
 
@@ -149,7 +138,7 @@ class LedgerFile:
     def _errors_noted(self) -> Iterator[None]:
         """Turn SQLite's errors into LedgerError and note them in `trouble`, unless a statement or its values are wrong."""
         if self._is_closed:
-            raise LedgerUnavailableError("the ledger of jobs is closed because the service is shutting down")
+            raise LedgerError("the ledger of jobs is closed because the service is shutting down")
         try:
             yield
         except (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.DataError, sqlite3.NotSupportedError):
@@ -167,8 +156,7 @@ class LedgerFile:
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF  # none for a text that is not UTF-8
         if code in _DAMAGED:
             return self._damaged(str(error))
-        reason = _REASONS.get(code, "SQLite reports an error")
-        return LedgerUnavailableError(f"the ledger of jobs ({self._file.name}) cannot currently be used: {reason} ({error})")
+        return LedgerError(f"the ledger of jobs ({self._file.name}) cannot currently be used: {error}")
 
     def _damaged(self, what: str) -> LedgerDamagedError:
         aside = quote(str(self._file.parent / "damaged"))
