@@ -2,14 +2,11 @@
 
 The setting dataset_uris lists the allowed prefixes. s3://, gs:// and az:// allow every bucket with that scheme, and hf:// every
 dataset repository on the Hub. A prefix that names a repository without a revision allows all its revisions.
-
-The time limit (_FETCH_SECONDS) does not interrupt a request: the client libraries have timeouts of their own.
 """
 
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +31,6 @@ _HUB = "hf"
 #: Matches the path of a URI that names a whole repository on the Hub, with or without a revision.
 _REPOSITORY = re.compile(r"/[\w.-]+/(?P<name>[\w.-]+)(@(refs/convert/parquet|[\w.-]+))?/?", re.ASCII)
 _CHUNK = 8 << 20
-#: Maximum duration of a fetch.
-_FETCH_SECONDS = 3_600.0
 #: Matches 1 to 4,096 characters. `#`, `?` and `%` are excluded, because libraries differ in what they make of them.
 _URI = re.compile(r"[A-Za-z0-9\-._~:/@!$&'()*+,;=]{1,4096}")
 _PARTS = re.compile(r"([A-Za-z][A-Za-z0-9]*)://([^/]*)(/.*)?")
@@ -102,13 +97,10 @@ def fetch(
 
     Raises FetchCancelledError, DatasetError, or LedgerError if the ledger could not be read to find datasets to delete.
     """
-    deadline = time.monotonic() + _FETCH_SECONDS
 
     def check() -> None:
         if cancelled():
             raise FetchCancelledError("the job was cancelled, or the service is stopping")
-        if time.monotonic() > deadline:
-            raise ValueError(f"the fetch took longer than {_FETCH_SECONDS:g} seconds")
 
     try:
         check_uri(uri, settings, config)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from reflogp.store.texts import hide_secrets
 from reflogp.store.windows import TruncationMode
@@ -21,6 +21,7 @@ UNFINISHED: tuple[JobState, ...] = ("queued", "running")
 #: Pattern of names that are safe in URLs and as file names. They contain no slash and do not begin with a dot.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+_WithoutSecrets = Annotated[str, AfterValidator(hide_secrets)]
 #: Pattern of the names of uploads. The suffix determines the format. Text formats may be compressed.
 UPLOAD_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,180}\.((jsonl|ndjson|json|csv)(\.(gz|bz2|zst|lz4))?|parquet|arrow|feather)$"
 
@@ -175,10 +176,10 @@ class Job(BaseModel):
     finished_at: datetime | None = Field(None, description="Time when the job finished, failed or was cancelled.")
     attempts: int = Field(0, description="Number of times that the job has been started.")
     progress: JobProgress = Field(description="Progress of the latest attempt.")
-    note: str | None = Field(
+    note: _WithoutSecrets | None = Field(
         None, description="Reason why the latest attempt was interrupted, or what a queued job is waiting for."
     )
-    error: str | None = Field(None, description="Reason why the job failed.")
+    error: _WithoutSecrets | None = Field(None, description="Reason why the job failed.")
     summary: dict[str, Any] | None = Field(
         None,
         description="Summary of a completed job, including the fields of `reflogp score --json`. `bad_row_reasons` lists the"
@@ -196,11 +197,6 @@ class Job(BaseModel):
         if dataset.uri is None:
             return dataset
         return dataset.model_copy(update={"uri": hide_secrets(dataset.uri)})
-
-    @field_validator("note", "error")
-    @classmethod
-    def _hide_secrets(cls, text: str | None) -> str | None:
-        return None if text is None else hide_secrets(text)
 
 
 class Jobs(BaseModel):

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between rounds of housekeeping.
 _HOUSEKEEPING_SECONDS = 3600.0
+#: Maximum number of queued jobs.
+_MOST_QUEUED = 100_000
 #: Maximum number of rows of a dataset that gets a report, because a report keeps some hundred bytes of each row in memory.
 _MOST_REPORTED = 300_000
 #: Maximum number of seconds to write a report.
@@ -124,7 +126,7 @@ class Precompute:
             request=request_id(),
             traceparent=traceparent(),
         )
-        job, new = await to_thread.run_sync(self._ledger.submit, submission, self._settings.max_waiting_jobs)
+        job, new = await to_thread.run_sync(self._ledger.submit, submission, _MOST_QUEUED)
         if new:
             logger.info("job submitted by %s", who, extra={"job": job.id})
         self._scheduler.look()

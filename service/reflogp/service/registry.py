@@ -116,7 +116,7 @@ class ReferenceRegistry:
         threads = Threads("the store", 1, _CHECK_SECONDS)
         while True:
             try:
-                await threads.run(self._check)
+                await threads.run(self._stored)
                 self.trouble, self.away = "", False
             except Problem as problem:
                 self.trouble, self.away = problem.detail, True
@@ -124,22 +124,19 @@ class ReferenceRegistry:
                 self.trouble, self.away = str(error), isinstance(error, StoreUnavailableError)
             await asyncio.sleep(_CHECK_PAUSE_SECONDS)
 
-    def _check(self) -> None:
+    def _stored(self) -> dict[str, Reference]:
+        """Return the references that have values in the store, by their ids."""
         try:
-            self.store.references()
+            return {reference.reference_id: reference for reference in self.store.references()}
         except UsageError:
             if self._is_something_else():
                 raise
+            return {}
 
     def list(self) -> list[RegisteredReference]:
         """Return all references that are named in the settings or have values in the store, sorted by id."""
         names = {reference.reference_id: name for name, reference in self._named.items()}
-        try:
-            stored = {reference.reference_id: reference for reference in self.store.references()}
-        except UsageError:
-            if self._is_something_else():
-                raise
-            stored = {}
+        stored = self._stored()
         listed = {**{r.reference_id: r for r in self._named.values()}, **stored}
         return [
             self._described(names.get(key), reference) if key in stored else RegisteredReference(names.get(key), reference)
@@ -227,7 +224,11 @@ class ReferenceRegistry:
         or was left by an interrupted command.
         """
         place = Path(self.store.uri)
-        return is_local(self.store.uri) and place.exists() and not any(map(_is_id, _names(place)))
+        if not is_local(self.store.uri) or not place.exists():
+            return False
+        with suppress(OSError):  # the path is not a folder, or no longer exists
+            return not any(_is_id(path.name) for path in place.iterdir())
+        return True
 
     def snapshot(self, name_or_id: str, number: int | None, top_k: int = 0) -> Snapshot:
         """Return a snapshot of a reference's table; the latest if `number` is None. Several threads can use it.
@@ -244,10 +245,3 @@ class ReferenceRegistry:
 
 def _is_id(text: str) -> bool:
     return len(text) == 32 and all(ch in "0123456789abcdef" for ch in text)
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return [path.name for path in folder.iterdir()]
-    except OSError:  # the path is not a folder, or no longer exists
-        return []

@@ -182,9 +182,6 @@ class ServerSettings(BaseSettings):
         "that uses more is killed; its work continues in another one. Default: 9/10 of the memory of the machine or container.",
     )
     # queues
-    max_waiting_jobs: int = Field(
-        100_000, gt=0, description="Maximum number of queued jobs; further jobs are rejected with 429."
-    )
     max_queued_tokens: int = Field(
         16 << 20, gt=0, description="Maximum number of tokens queued for a worker; further requests are rejected with 429."
     )

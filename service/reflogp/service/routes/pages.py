@@ -246,16 +246,9 @@ def _suffix(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def dataset_name(dataset: DatasetSpec | None) -> str:
-    """Return the location of a dataset (its URI, upload name or path), or an empty string if `dataset` is None.
-
-    The user name, password, query and fragment of a URI are removed, because they may contain secrets.
-    """
-    if dataset is None:
-        return ""
-    if dataset.uri is not None:
-        return hide_secrets(dataset.uri).removesuffix("?…")
-    return dataset.upload or dataset.path or ""
+def dataset_name(dataset: DatasetSpec) -> str:
+    """Return the location of a job's dataset: its URI without what may be secret, its upload's name or its path."""
+    return hide_secrets(dataset.uri or "").removesuffix("?…") or dataset.upload or dataset.path or ""
 
 
 def job_name(job: Job) -> str:
