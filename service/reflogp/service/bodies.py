@@ -56,7 +56,10 @@ class LargeRequests:
 
     @asynccontextmanager
     async def turn_of(self, request: Request) -> AsyncIterator[None]:
-        """Wait for a turn if the request's body is large or of unknown length. Raises Problem 503 after _PATIENCE_SECONDS."""
+        """Wait for a turn if the request's body is large or of unknown length. Raises Problem 503 after _PATIENCE_SECONDS.
+
+        A turn is as short as a step that takes much memory: reading and decoding the body, or building a part of the response.
+        """
         declared = content_length(request)
         if declared is not None and declared <= _LARGE_BYTES:
             yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Annotated, Any
 
 import numpy as np
@@ -24,7 +24,6 @@ from reflogp.service.bodies import (
 )
 from reflogp.service.context import Context
 from reflogp.service.problems import Problem, documented
-from reflogp.service.threads import Threads
 from reflogp.store import Snapshot
 from reflogp.store.index import MISS
 from reflogp.store.keys import KEY_TYPE
@@ -165,7 +164,13 @@ def lookups_router(context: Context) -> APIRouter:
                 keys = await decoded(lambda body: keys_of(body, _MAX_KEYS), body)
                 del body
             found = await registry.threads.run(find, found_in, keys)
-            return await _streamed(_answer_messages(found_in, found, values), registry.threads)
+            messages = _answer_messages(found_in, found, values)
+
+            async def read() -> pa.Buffer | None:
+                async with context.large.turn_of(request):
+                    return await registry.threads.run(next, messages, None)
+
+            return await _streamed(read)
         async with context.large.turn_of(request):
             asked = await read_json(request, LookupRequest, settings.max_body_bytes)
         found_in = await registry.threads.run(registry.snapshot, reference, snapshot)
@@ -189,21 +194,20 @@ def _json(snapshot: Snapshot, found: Found, values: bool) -> Response:
     return json_response(LookupAnswer(reference_id=snapshot.reference_id, snapshot=snapshot.number, **columns))
 
 
-async def _streamed(messages: Iterator[pa.Buffer], threads: Threads) -> Response:
-    """Return a response that streams Arrow batches.
+async def _streamed(read: Callable[[], Awaitable[pa.Buffer | None]]) -> Response:
+    """Return a response that streams the messages that `read` returns until it returns None.
 
     The first batch is created before the status is sent, so that an unreadable store results in an error status rather than in
     a truncated response. Later batches are created while the response is being sent. If a later batch cannot be read, the
     response is truncated.
     """
-    schema, message = await threads.run(lambda: (next(messages), next(messages, None)))
+    ready = [await read(), await read()]  # the schema and the first batch
 
     async def sent() -> AsyncIterator[bytes]:
-        yield bytes(schema)
-        ready = message
-        while ready is not None:
-            yield bytes(ready)
-            ready = await threads.run(next, messages, None)
+        while (message := ready.pop(0)) is not None:
+            yield bytes(message)
+            if not ready:
+                ready.append(await read())
 
     return StreamingResponse(sent(), media_type=ARROW_STREAM)
 
