@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 import pyarrow as pa
 from anyio import to_thread
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from reflogp.service.problems import Problem
+from reflogp.service.problems import SEE_API, Problem
 from reflogp.service.worker.protocol import MASKED_SEQUENCES, SEQUENCES
 from reflogp.store.keys import KEY_BYTES, KEY_TYPE
-from reflogp.store.schema import ARROW_STREAM, QUESTION, one_array, stream_bytes
+from reflogp.store.schema import QUESTION, one_array
 from reflogp.store.texts import counted
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -37,7 +38,6 @@ _LARGE_BYTES, _MOST_LARGE, _PATIENCE_SECONDS = 256 << 10, 4, 30.0
 _MAX_JSON_BYTES = 2 << 20
 #: Bodies of up to this many bytes are decoded in the event loop, because starting a thread would take longer.
 _DECODED_AT_ONCE = 64 << 10
-_SEE = "see docs/api.md or /openapi.json for what the route accepts"
 _SEND_ARROW = "send less data per request; for lookups and scoring, you can also send an Arrow stream, as reflogp.client does"
 
 #: The maximum number of objects, lists and fields in a JSON body. No route needs more: a scoring request with 1,000 sequences
@@ -137,8 +137,9 @@ async def read_json(request: Request, model: type[Model], max_bytes: int, most: 
     """Read a JSON body of at most `most` and at most `max_bytes` bytes, and return it as a pydantic model.
 
     Raises:
-        Problem: 415 if the media type is not JSON, 422 if the body does not match the model or has more than _MAX_JSON_PARTS
-            parts; also any problem that `read_body` raises.
+        RequestValidationError: the body does not match the model.
+        Problem: 415 if the media type is not JSON, 422 if the body has more than _MAX_JSON_PARTS parts; also any problem that
+            `read_body` raises.
     """
     require_type(request, JSON)
     body = await read_body(request, min(max_bytes, most), _SEND_ARROW)
@@ -152,9 +153,7 @@ def _json_model(body: bytearray, model: type[Model]) -> Model:
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "body"
-        raise Problem(422, f"{where}: {first['msg']}", _SEE) from error
+        raise RequestValidationError(error.errors(include_url=False, include_context=False, include_input=False)) from error
 
 
 def body_schemas(path: str, model: type[BaseModel], *others: str) -> dict[str, Any]:
@@ -310,12 +309,7 @@ def _is_compressed(metadata: bytes) -> bool:
 
 def _not_arrow(what: str, error: Exception) -> Problem:
     said = str(error).split("\n")[0] or type(error).__name__
-    return Problem(400, f"the body is not an Arrow IPC stream of {what}: {said}", _SEE)
-
-
-def arrow_response(table: pa.Table) -> Response:
-    """Return a response that contains a table as an Arrow IPC stream."""
-    return Response(stream_bytes(table), media_type=ARROW_STREAM)
+    return Problem(400, f"the body is not an Arrow IPC stream of {what}: {said}", SEE_API)
 
 
 def json_response(answer: BaseModel) -> Response:

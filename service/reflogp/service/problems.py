@@ -39,7 +39,7 @@ _STATUS: list[tuple[type[ReflogpError], int, str]] = [
 #: Value of the Retry-After header, in seconds, in responses that report a failing job ledger.
 _LEDGER_SECONDS = "5"
 
-_SEE_API = "see docs/api.md or /openapi.json for the routes and what they accept"
+SEE_API = "see docs/api.md or /openapi.json for the routes and what they accept"
 
 
 class ProblemBody(BaseModel):
@@ -101,8 +101,8 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def _(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        return Problem(422, f"{where}: {first['msg']}", _SEE_API).response()
+        where = ".".join(str(part) for part in first["loc"]) or "body"
+        return Problem(422, f"{where}: {first['msg']}", SEE_API).response()
 
     @app.exception_handler(HTTPException)
     async def _(request: Request, error: HTTPException) -> JSONResponse:
@@ -110,7 +110,7 @@ def install(app: FastAPI) -> None:
         if error.status_code == 405:  # Starlette's Allow header lists only the methods of the first route with this path
             described = request.app.openapi()["paths"].get(getattr(request.scope.get("route"), "path", None))
             headers |= {"Allow": ", ".join(sorted(map(str.upper, described)))} if described else {}
-        return Problem(error.status_code, str(error.detail), _SEE_API, headers).response()
+        return Problem(error.status_code, str(error.detail), SEE_API, headers).response()
 
     @app.exception_handler(Exception)
     async def _(request: Request, error: Exception) -> JSONResponse:

@@ -109,7 +109,6 @@ def _are_ids(ids: Any) -> bool:
 
 
 def completions_router(context: Context) -> APIRouter:
-    """Return the routes that `vllm serve` has too."""
     router = APIRouter(tags=["completions"])
     writing = asyncio.Semaphore(_WRITERS)
     scorer = Depends(requires("score", context.settings.tokens))

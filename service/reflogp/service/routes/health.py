@@ -26,7 +26,6 @@ class Health(BaseModel):
 
 
 def health_router(context: Context, pool: Pool) -> APIRouter:
-    """Return the routes for health, readiness and metrics."""
     router = APIRouter(tags=["health"])
 
     @router.get("/healthz", summary="Check that the process responds", response_description="The process responds.")

@@ -34,7 +34,6 @@ _JobId = Annotated[str, Path(description="Id of the job, as returned when the jo
 
 
 def jobs_router(context: Context) -> APIRouter:
-    """Return the routes for precompute jobs."""
     router = APIRouter(tags=["jobs"])
     settings, precompute, ledger = context.settings, context.precompute, context.ledger
     reader = Depends(requires("read", settings.tokens))

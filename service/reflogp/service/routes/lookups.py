@@ -91,7 +91,6 @@ class LookupAnswer(BaseModel):
 
 
 def lookups_router(context: Context) -> APIRouter:
-    """Return the routes that list references and look up keys."""
     router = APIRouter(dependencies=[Depends(requires("read", context.settings.tokens))])
     settings, registry = context.settings, context.registry
 

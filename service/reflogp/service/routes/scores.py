@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field
 from reflogp.service.auth import requires
 from reflogp.service.bodies import (
     JSON,
-    arrow_response,
     body_schemas,
     decoded,
     json_response,
@@ -27,7 +26,7 @@ from reflogp.service.context import Context
 from reflogp.service.online import Scored
 from reflogp.service.problems import documented
 from reflogp.service.worker.protocol import SEQUENCES, token_count
-from reflogp.store.schema import ARROW_STREAM
+from reflogp.store.schema import ARROW_STREAM, stream_bytes
 
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], FailFast()]
 #: Maximum number of sequences and of tokens in one request.
@@ -78,7 +77,6 @@ class ScoreAnswer(BaseModel):
 
 
 def scores_router(context: Context) -> APIRouter:
-    """Return the route for online scoring."""
     router = APIRouter(dependencies=[Depends(requires("score", context.settings.tokens))])
 
     @router.post(
@@ -192,7 +190,7 @@ def _arrow(scored: Scored) -> Response:
         "engine_seconds": f"{scored.engine_seconds:.6f}",
         "queue_seconds": f"{scored.queue_seconds:.6f}",
     }
-    return arrow_response(scored.outcomes.replace_schema_metadata(about))
+    return Response(stream_bytes(scored.outcomes.replace_schema_metadata(about)), media_type=ARROW_STREAM)
 
 
 def _table_of(asked: ScoreRequest) -> pa.Table:

@@ -36,7 +36,6 @@ _BINARY = {"schema": {"type": "string", "format": "binary", "minLength": 1}}
 
 
 def uploads_router(context: Context) -> APIRouter:
-    """Return the routes for uploads."""
     router = APIRouter(tags=["uploads"])
     uploads = context.uploads
     reader = Depends(requires("read", context.settings.tokens))
