@@ -10,7 +10,7 @@ import asyncio
 import json
 import math
 import time
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 from anyio import to_thread
@@ -39,10 +39,7 @@ _ASKS_FOR_LOGPS: list[Any] = [
     {"required": ["prompt_logprobs"], "properties": {"prompt_logprobs": {"type": "integer"}}},
     {"required": ["echo", "logprobs"], "properties": {"echo": {"const": True}, "logprobs": {"type": "integer"}}},
 ]
-
-
-def _only(*values: float | bool | None) -> dict[str, Any]:
-    return {"enum": [*values, None]}
+_ZERO_OR_ONE: dict[str, Any] = {"enum": [0, 1, None]}
 
 
 class CompletionRequest(BaseModel):
@@ -54,24 +51,22 @@ class CompletionRequest(BaseModel):
         description="Token ids of a prompt (a list of integers), or a list of such lists.", json_schema_extra=_PROMPT
     )
     max_tokens: int | None = Field(
-        None,
-        description="0 or 1. Nothing is generated; 1 is accepted because vLLM refuses 0.",
-        json_schema_extra=_only(0, 1),
+        None, description="0 or 1. Nothing is generated; 1 is accepted because vLLM refuses 0.", json_schema_extra=_ZERO_OR_ONE
     )
     temperature: float | None = Field(
         None,
         description="0 or 1. Values are always computed at temperature 1, as in vLLM.",
-        json_schema_extra=_only(0, 1),
+        json_schema_extra=_ZERO_OR_ONE,
     )
     echo: bool | None = Field(None, description="Whether to return `logprobs` of the prompt's tokens.")
     logprobs: int | None = Field(None, ge=0, le=256, description="With `echo`: number of most probable tokens per position.")
     prompt_logprobs: int | None = Field(
         None, ge=0, le=256, description="Number of most probable tokens per position in the choices' `prompt_logprobs`."
     )
-    stream: bool | None = Field(None, description="Not supported: false or absent.", json_schema_extra=_only(False))
-    n: int | None = Field(None, description="Not supported: 1 or absent.", json_schema_extra=_only(1))
-    best_of: int | None = Field(None, description="Not supported: 1 or absent.", json_schema_extra=_only(1))
-    truncate_prompt_tokens: int | None = Field(None, description="Not supported: absent.", json_schema_extra=_only())
+    stream: Literal[False] | None = Field(None, description="Not supported: false or absent.")
+    n: Literal[1] | None = Field(None, description="Not supported: 1 or absent.")
+    best_of: Literal[1] | None = Field(None, description="Not supported: 1 or absent.")
+    truncate_prompt_tokens: None = Field(None, description="Not supported: absent.")
 
     def prompts(self) -> list[list[int]]:
         several = isinstance(self.prompt, list) and all(isinstance(ids, list) for ids in self.prompt)
@@ -87,10 +82,6 @@ class CompletionRequest(BaseModel):
     def check(self) -> int:
         """Return the number of most probable tokens that are needed. Raises Problem for what reflogp does not do."""
         step = "send token ids with max_tokens 1 and prompt_logprobs, or with echo and logprobs"
-        asked = {"stream": self.stream or None, "truncate_prompt_tokens": self.truncate_prompt_tokens}
-        asked |= {name: value if value != 1 else None for name, value in (("n", self.n), ("best_of", self.best_of))}
-        if unknown := [name for name, value in asked.items() if value is not None]:
-            raise Problem(422, f"{unknown[0]} is not supported by this service", f"leave out {unknown[0]}")
         if self.max_tokens not in (None, 0, 1):
             raise Problem(422, f"max_tokens {self.max_tokens}: this service scores prompts and generates no tokens", step)
         if self.temperature not in (None, 0.0, 1.0):
