@@ -94,7 +94,6 @@ def _check_metadata(place: HubPlace, names: set[str]) -> None:
 
 
 def _paths(place: HubPlace, config: str | None, split: str, cache: str) -> list[str]:
-    """Return the paths of a split's files. Raises DatasetError."""
     import datasets
 
     try:

@@ -217,7 +217,6 @@ class Ledger(LedgerFile):
         self._running[job] = progress
 
     def is_cancelled(self, job: str) -> bool:
-        """Return whether a running job has been cancelled."""
         return self._one("select 1 from cancellation where job = ?", job) is not None
 
     def finish(self, job: str, state: JobState, *, summary: dict[str, Any] | None = None, error: str | None = None) -> bool:
@@ -376,7 +375,6 @@ def _forget_file(db: sqlite3.Connection, job: str) -> None:
 
 
 def _submit_new(db: sqlite3.Connection, asked: Submission, most_queued: int | None) -> str:
-    """Record a new job, and return its id."""
     queued = db.execute("select count(*) from job where state = 'queued'").fetchone()[0]
     if most_queued is not None and queued >= most_queued:
         raise Problem(429, "too many jobs are queued", "try again when some jobs have finished", {"Retry-After": "60"})

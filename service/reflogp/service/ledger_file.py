@@ -66,7 +66,6 @@ class StateLock:
             time.sleep(_PAUSE_SECONDS)
 
     def close(self) -> None:
-        """Release the lock."""
         self._file.close()
 
 

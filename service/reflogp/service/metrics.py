@@ -70,7 +70,6 @@ class Metrics:
         self.memory = Gauge("reflogp_memory_bytes", "Resident memory of each process.", ["process"], registry=registry)
 
     def text(self) -> bytes:
-        """Return all metrics in the Prometheus text format."""
         return generate_latest(self._registry)
 
 

@@ -88,7 +88,6 @@ def problem_of(error: ReflogpError) -> Problem:
 
 
 def install(app: FastAPI) -> None:
-    """Register handlers that turn every error in the app into a problem response."""
 
     @app.exception_handler(Problem)
     async def _(request: Request, error: Problem) -> JSONResponse:

@@ -124,7 +124,6 @@ class ReferenceRegistry:
             await asyncio.sleep(_CHECK_PAUSE_SECONDS)
 
     def _stored(self) -> dict[str, Reference]:
-        """Return the references that have values in the store, by their ids."""
         with suppress(StoreNotFoundError):
             return {reference.reference_id: reference for reference in self.store.references()}
         return {}

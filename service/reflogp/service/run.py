@@ -45,7 +45,6 @@ class _ForPrograms(JsonFormatter):
 
 
 def install_logging(form: Literal["text", "json"]) -> None:
-    """Send this process's log to stderr in the given format."""
     handler = logging.StreamHandler(sys.stderr)
     renamed = {"asctime": "time", "levelname": "level", "name": "logger"}
     handler.setFormatter(_ForPrograms(FIELDS, rename_fields=renamed) if form == "json" else LogLine())

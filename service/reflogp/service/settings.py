@@ -257,7 +257,6 @@ def unknown_variables() -> list[str]:
 
 
 def _said(error: ErrorDetails) -> str:
-    """Return a message that says which setting is invalid, and why."""
     name = ".".join(map(str, error["loc"])) or "settings"
     if error["type"] == "extra_forbidden":
         return f"{name}: unknown setting"

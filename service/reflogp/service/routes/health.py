@@ -94,7 +94,6 @@ def health_router(context: Context, pool: Pool) -> APIRouter:
 
 
 def _why_not(workers: list[WorkerHandle]) -> str:
-    """Return an explanation of why no worker responds."""
     if all(worker.broken for worker in workers):
         return f"no worker can be started: {workers[0].last_error or 'see the log'}"
     silent = [worker for worker in workers if worker.late]

@@ -163,7 +163,8 @@ def lookups_router(context: Context) -> APIRouter:
                 keys = await decoded(lambda body: keys_of(body, _MAX_KEYS), body)
                 del body
             found = await registry.threads.run(find, found_in, keys)
-            messages = _answer_messages(found_in, found, values)
+            tables = (_answer_table(found_in, found.slice(*part), values) for part in _batches(found, values))
+            messages = stream_messages(_answer_schema(found_in, values), tables)
 
             async def read() -> pa.Buffer | None:
                 async with context.large.turn_of(request):
@@ -218,7 +219,6 @@ def _answer_schema(snapshot: Snapshot, values: bool) -> pa.Schema:
 
 
 def _answer_table(snapshot: Snapshot, found: Found, values: bool) -> pa.Table:
-    """Return the response to a lookup, as a table with the schema from `_answer_schema`."""
     missing = found.lengths == MISS
     columns = [
         pa.array(found.lengths, pa.int32(), mask=missing),
@@ -229,14 +229,7 @@ def _answer_table(snapshot: Snapshot, found: Found, values: bool) -> pa.Table:
     return pa.table(columns, schema=_answer_schema(snapshot, values))
 
 
-def _answer_messages(snapshot: Snapshot, found: Found, values: bool) -> Iterator[pa.Buffer]:
-    """Yield a response as the messages of an Arrow IPC stream. Each message is built only when it is needed."""
-    tables = (_answer_table(snapshot, found.slice(start, stop), values) for start, stop in _batches(found, values))
-    return stream_messages(_answer_schema(snapshot, values), tables)
-
-
 def _batches(found: Found, values: bool) -> Iterator[tuple[int, int]]:
-    """Yield the (start, stop) of the keys of each batch."""
     count = len(found.lengths)
     before = np.zeros(count + 1, np.int64)
     if values:
