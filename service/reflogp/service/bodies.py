@@ -55,13 +55,15 @@ class LargeRequests:
         self._semaphore = asyncio.Semaphore(_MOST_LARGE)
 
     @asynccontextmanager
-    async def turn_of(self, request: Request) -> AsyncIterator[None]:
-        """Wait for a turn if the request's body is large or of unknown length. Raises Problem 503 after _PATIENCE_SECONDS.
+    async def turn_of(self, request: Request, answer_bytes: int = 0) -> AsyncIterator[None]:
+        """Wait for a turn if the request's body or its response is large, or the body is of unknown length.
 
         A turn is as short as a step that takes much memory: reading and decoding the body, or building a part of the response.
+
+        Raises Problem 503 after _PATIENCE_SECONDS.
         """
         declared = content_length(request)
-        if declared is not None and declared <= _LARGE_BYTES:
+        if declared is not None and max(declared, answer_bytes) <= _LARGE_BYTES:
             yield
             return
         try:

@@ -165,9 +165,10 @@ def lookups_router(context: Context) -> APIRouter:
             found = await registry.threads.run(find, found_in, keys)
             tables = (_answer_table(found_in, found.slice(*part), values) for part in _batches(found, values))
             messages = stream_messages(_answer_schema(found_in, values), tables)
+            answer_bytes = 4 * _value_count(found) if values else 0
 
             async def read() -> pa.Buffer | None:
-                async with context.large.turn_of(request):
+                async with context.large.turn_of(request, answer_bytes):
                     return await registry.threads.run(next, messages, None)
 
             return await _streamed(read)
