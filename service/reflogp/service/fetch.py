@@ -51,8 +51,8 @@ class _Uri:
         return f"{self.scheme}://{self.host}{self.path}"
 
 
-def check_uri(uri: str, settings: ServerSettings, config: str | None = None) -> None:
-    """Raise an error if a URI, or the config of a dataset, can be refused without opening a connection.
+def check_uri(uri: str, settings: ServerSettings, config: str | None = None) -> HubPlace | HubFile | _Uri:
+    """Return the repository, file or object that a URI names, without opening a connection.
 
     Raises Problem: 403 if the settings do not allow the URI, 422 if it is malformed, names neither a dataset file nor a whole
     repository on the Hub, or names a file although `config` is given. Raises UsageError for a malformed prefix in the settings.
@@ -78,6 +78,7 @@ def check_uri(uri: str, settings: ServerSettings, config: str | None = None) -> 
             "fetching this URI is not allowed: this service's settings do not allow fetching from this location",
             "send the dataset as an upload: PUT /v1/uploads/NAME",
         )
+    return hub or parsed
 
 
 def fetch(
@@ -103,10 +104,8 @@ def fetch(
             raise FetchCancelledError("the job was cancelled, or the service is stopping")
 
     try:
-        check_uri(uri, settings, config)
-        parsed = _parse(uri)
-        hub = _on_hub(parsed)
-        files = files_of_split(hub, config, split, check) if isinstance(hub, HubPlace) else [hub or parsed]
+        found = check_uri(uri, settings, config)
+        files = files_of_split(found, config, split, check) if isinstance(found, HubPlace) else [found]
         with incoming:
             for number, file in enumerate(files):
                 size, chunks = file.read(_CHUNK) if isinstance(file, HubFile) else _read_object(file)
