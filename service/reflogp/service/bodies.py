@@ -32,8 +32,8 @@ Result = TypeVar("Result")
 JSON = "application/json"
 
 #: A request whose body has more bytes than this is large. At most _MOST_LARGE of them are read and decoded at the same time.
-#: One that has waited for _PATIENCE_SECONDS is rejected.
-_LARGE_BYTES, _MOST_LARGE, _PATIENCE_SECONDS = 256 << 10, 4, 30.0
+#: One that has waited for PATIENCE_SECONDS is rejected.
+_LARGE_BYTES, _MOST_LARGE, PATIENCE_SECONDS = 256 << 10, 4, 30.0
 #: Maximum size of a JSON body in bytes. Programs send Arrow streams.
 _MAX_JSON_BYTES = 2 << 20
 #: Bodies of up to this many bytes are decoded in the event loop, because starting a thread would take longer.
@@ -55,19 +55,21 @@ class LargeRequests:
         self._semaphore = asyncio.Semaphore(_MOST_LARGE)
 
     @asynccontextmanager
-    async def turn_of(self, request: Request, answer_bytes: int = 0) -> AsyncIterator[None]:
+    async def turn_of(
+        self, request: Request, answer_bytes: int = 0, patience: float | None = PATIENCE_SECONDS
+    ) -> AsyncIterator[None]:
         """Wait for a turn if the request's body or its response is large, or the body is of unknown length.
 
         A turn is as short as a step that takes much memory: reading and decoding the body, or building a part of the response.
 
-        Raises Problem 503 after _PATIENCE_SECONDS.
+        Raises Problem 503 after `patience` seconds, if it is not None.
         """
         declared = content_length(request)
         if declared is not None and max(declared, answer_bytes) <= _LARGE_BYTES:
             yield
             return
         try:
-            async with asyncio.timeout(_PATIENCE_SECONDS):
+            async with asyncio.timeout(patience):
                 await self._semaphore.acquire()
         except TimeoutError:
             raise Problem(

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field
 from reflogp.service.auth import requires
 from reflogp.service.bodies import (
     JSON,
+    PATIENCE_SECONDS,
     body_schemas,
     decoded,
     json_response,
@@ -35,6 +36,8 @@ from reflogp.store.texts import hide_secrets
 _MAX_KEYS = 2_000_000
 #: Maximum number of token values in a JSON response.
 _MAX_JSON_VALUES = 250_000
+#: Size in bytes of the pieces in which a batch is sent.
+_PIECE_BYTES = 256 << 10
 #: Arrow schema of a response, with nulls for a miss. The column `token_logps` is included only if it was requested.
 _ANSWER = pa.schema([("scored_len", pa.int32()), ("logp_sum", pa.float64()), ("token_logps", pa.list_(pa.float32()))])
 #: Maximum number of keys in one batch of a response, and maximum number of bytes of token values; only a batch with a single
@@ -167,8 +170,8 @@ def lookups_router(context: Context) -> APIRouter:
             messages = stream_messages(_answer_schema(found_in, values), tables)
             answer_bytes = 4 * _value_count(found) if values else 0
 
-            async def read() -> pa.Buffer | None:
-                async with context.large.turn_of(request, answer_bytes):
+            async def read(patience: float | None) -> pa.Buffer | None:
+                async with context.large.turn_of(request, answer_bytes, patience):
                     return await registry.threads.run(next, messages, None)
 
             return await _streamed(read)
@@ -195,20 +198,24 @@ def _json(snapshot: Snapshot, found: Found, values: bool) -> Response:
     return json_response(LookupAnswer(reference_id=snapshot.reference_id, snapshot=snapshot.number, **columns))
 
 
-async def _streamed(read: Callable[[], Awaitable[pa.Buffer | None]]) -> Response:
+async def _streamed(read: Callable[[float | None], Awaitable[pa.Buffer | None]]) -> Response:
     """Return a response that streams the messages that `read` returns until it returns None.
+
+    Args:
+        read: waits at most the given number of seconds for a turn.
 
     The first batch is created before the status is sent, so that an unreadable store results in an error status rather than in
     a truncated response. Later batches are created while the response is being sent. If a later batch cannot be read, the
     response is truncated.
     """
-    ready = [await read(), await read()]  # the schema and the first batch
+    ready = [await read(PATIENCE_SECONDS), await read(PATIENCE_SECONDS)]  # the schema and the first batch
 
     async def sent() -> AsyncIterator[bytes]:
         while (message := ready.pop(0)) is not None:
-            yield bytes(message)
+            for start in range(0, len(message), _PIECE_BYTES):  # the connection of a slow reader copies only one piece
+                yield bytes(message[start : start + _PIECE_BYTES])
             if not ready:
-                ready.append(await read())
+                ready.append(await read(None))  # the response has begun, and must not end in the middle
 
     return StreamingResponse(sent(), media_type=ARROW_STREAM)
 
