@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 from reflogp.store import UsageError
 from reflogp.store.windows import TrainerSettings
 from reflogp.trainer.errors import MissingLogpsError
-from reflogp.trainer.gate import StepZero, compare, computes_in, warn_of_other_dtype, write_record
+from reflogp.trainer.gate import GateMixin, computes_in, warn_of_other_dtype
 from reflogp.trainer.join import JoinRecord, Misses, look_up, missing_error
 from reflogp.trainer.options import Options
 from reflogp.trainer.ranks import on_all_ranks, rank
@@ -38,9 +38,6 @@ _AT_ONCE = 65_536
 #: A row of a tokenized dataset: for each of its sequences (two for a preference pair), the token ids without padding, and a
 #: label for each token, which is -100 if the loss ignores the token.
 Row = Sequence[tuple[npt.ArrayLike, npt.ArrayLike]]
-
-#: Base class of the mixin: `object` at run time, or any trainer for type checkers.
-_AnyTrainer: Any = object
 
 
 class BatchReference:
@@ -166,7 +163,7 @@ class BatchReference:
         return torch.tensor(sums, device=input_ids.device), torch.tensor(counts, device=input_ids.device)
 
 
-class BatchReferenceMixin(_AnyTrainer):
+class BatchReferenceMixin(GateMixin):
     """Mixin that makes a framework's subclass of transformers' Trainer use stored reference log-probs.
 
     A trainer class has this mixin and the framework's trainer as base classes, in this order. It calls `use_stored_reference`
@@ -197,35 +194,16 @@ class BatchReferenceMixin(_AnyTrainer):
         if streams := [name for name, dataset in datasets.items() if not hasattr(dataset, "__len__")]:
             raise UsageError(f"the dataset {streams[0]} is a stream, but all rows must be looked up before training")
         rows = {name: rows_of(dataset) for name, dataset in datasets.items()}
-        self._policy_dtype = computes_in(policy, self.accelerator)
-        self.ref_model = BatchReference(options.reference(), rows, self.args.output_dir, model, self._policy_dtype)
+        dtype = computes_in(policy, self.accelerator)
+        self.ref_model = BatchReference(options.reference(), rows, self.args.output_dir, model, dtype)
         self.joins = self.ref_model.joins
-        self.step_zero: StepZero | None = None
-        self._starts_elsewhere, self._has_begun = options.policy_starts_elsewhere, False
+        self.starts_at_reference = not options.policy_starts_elsewhere
 
     def compare_first_batch(self, policy: Callable[[], torch.Tensor], reference: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Before the run's first step, compare the policy's sums with the reference's, and write reflogp.json. Subclasses call
-        this method for every batch.
-
-        Args:
-            policy: function that computes the policy's summed log-probs of each sequence in the batch, shape (n,), without
-                gradients or dropout.
-            reference: sums of the stored log-probs of the same sequences, shape (n,).
-            tokens: number of tokens in each sum, shape (n,).
-        """
-        if self._has_begun or not self.model.training:
-            return
-        dtypes = next(iter(self.joins.values())).where.reference_dtype, self._policy_dtype
-        config = self.accelerator.unwrap_model(self.model).config
-        skipped = "the policy does not start from the reference's weights" if self._starts_elsewhere else ""
-        if self.state.global_step:
-            skipped = f"the run was resumed at step {self.state.global_step}"
-        if not skipped:
-            self.step_zero = compare(policy(), reference, tokens, *dtypes, config)
-        self._has_begun = True
-        write_record(self.args.output_dir, self.joins, self.step_zero or f"not compared: {skipped}")
-        if self.step_zero is not None:
-            self.step_zero.require()
+        """Before the run's first step, compare the policy's sums with the reference's. Subclasses call this method for every
+        batch, with a function that computes the policy's sums, shape (n,), without gradients or dropout."""
+        if self.model.training:
+            self.check_first_batch(lambda: (policy(), reference, tokens))
 
     @contextmanager
     def policy_as_reference(self, model: Any) -> Any:

@@ -30,7 +30,7 @@ from reflogp.store import UsageError
 from reflogp.store.joins import KTO_COLUMNS, PAIR_COLUMNS, Join
 from reflogp.store.windows import TrainerSettings
 from reflogp.trainer.errors import ReferenceLogpsError
-from reflogp.trainer.gate import StepZero, compare, computes_in, warn_of_other_dtype, write_record
+from reflogp.trainer.gate import GateMixin, computes_in, warn_of_other_dtype
 from reflogp.trainer.join import (
     JoinRecord,
     Misses,
@@ -48,9 +48,6 @@ from reflogp.trainer.vision import CollatorWithReference, has_images, require_vi
 if Version(trl.__version__) < Version("1.8.0.dev0"):
     raise ImportError(f"reflogp's trainers need TRL 1.8 or newer, but {trl.__version__} is installed: pip install -U trl")
 
-#: Base class of the mixin: `object` at run time, or any trainer for type checkers.
-_AnyTrainer: Any = object
-
 
 class NoReferenceModel:
     """Takes the place of TRL's reference model. Any use as a model raises an error.
@@ -66,7 +63,7 @@ class NoReferenceModel:
         return False
 
 
-class CachedReferenceMixin(_AnyTrainer):
+class CachedReferenceMixin(GateMixin):
     """Mixin that makes a TRL DPOTrainer or KTOTrainer (or a subclass) use stored reference log-probs.
 
     List the mixin before the trainer among the base classes. In addition to the trainer's arguments, the constructor takes:
@@ -136,12 +133,11 @@ class CachedReferenceMixin(_AnyTrainer):
 
     def _read_from(self, reference: Reference, policy_starts_at_reference: bool) -> None:
         self.reference = reference
-        self.policy_starts_at_reference = policy_starts_at_reference
         self.joins: dict[str, JoinRecord] = {}
-        self.step_zero: StepZero | None = None
+        self.starts_at_reference = policy_starts_at_reference
         self._values: Values | None = None
         self._misses: list[Misses] = []
-        self._is_built = self._has_begun = False
+        self._is_built = False
         if reference.on_miss == "compute" and not policy_starts_at_reference:
             raise UsageError("on_miss='compute' computes values with the policy: it must start from the reference's weights")
 
@@ -246,29 +242,14 @@ class CachedReferenceMixin(_AnyTrainer):
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Before the first step, check the first batch, and write `reflogp.json`."""
-        if not self._has_begun:
-            if not reference_columns(inputs):
-                raise ReferenceLogpsError(
-                    f"the batch has no reference columns, but only {', '.join(inputs)}: {type(self.data_collator).__name__} "
-                    "dropped the columns that were joined to the dataset"
-                )
-            self._compare_first_batch(model, inputs)
-            self._has_begun = True
+        if not reference_columns(inputs):
+            raise ReferenceLogpsError(
+                f"the batch has no reference columns, but only {', '.join(inputs)}: {type(self.data_collator).__name__} "
+                "dropped the columns that were joined to the dataset"
+            )
+        self.check_first_batch(lambda: self._sums(model, self._prepare_inputs(inputs)))
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         return loss
-
-    def _compare_first_batch(self, model: Any, inputs: dict[str, Any]) -> None:
-        if self.state.global_step:
-            outcome: StepZero | str = f"not compared: the run was resumed at step {self.state.global_step}"
-        elif not self.policy_starts_at_reference:
-            outcome = "not compared: the policy does not start from the reference's weights"
-        else:
-            policy = self.accelerator.unwrap_model(self.model)
-            dtypes = self.joins["train"].where.reference_dtype, computes_in(policy, self.accelerator)
-            outcome = self.step_zero = compare(*self._sums(model, self._prepare_inputs(inputs)), *dtypes, policy.config)
-        write_record(self.args.output_dir, self.joins, outcome)
-        if isinstance(outcome, StepZero):
-            outcome.require()
 
     def _sums(self, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the sums of the policy's log-probs (with any adapter turned off), the joined sums, and the numbers of tokens,

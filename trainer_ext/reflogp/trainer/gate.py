@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from reflogp.trainer.errors import StepZeroError
 from reflogp.trainer.ranks import gather, rank
 
 RECORD_FILE = "reflogp.json"
+STARTS_ELSEWHERE = "not compared: the policy does not start from the reference's weights"
 #: Dict from each dtype to two tolerances, in nats/sqrt(tokens): one for dense models, and one for mixtures of experts. Two sums
 #: over n tokens may differ by the tolerance times sqrt(n). Rounding errors of individual tokens are independent, so their sum
 #: grows with sqrt(n). The tolerances come from measurements with tools/gate_trials.py, with a margin above the largest observed
@@ -46,6 +47,9 @@ _PACKAGES = (
     "axolotl",
     "unsloth",
 )
+
+#: Base class of the trainers' mixins: `object` at run time, or any trainer for type checkers.
+_AnyTrainer: Any = object
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,46 @@ class StepZero:
             f"config);{dtypes} the scored sequences were not truncated in the same way as the policy's batches; the stored "
             "values were changed after scoring (run `reflogp verify` with the model and the data)"
         )
+
+
+class GateMixin(_AnyTrainer):
+    """Mixin of trainers that are derived from transformers' Trainer: compares a run's first batch, and writes the record.
+
+    Attributes:
+        joins: dict from each dataset's name to its JoinRecord.
+        starts_at_reference: whether the policy starts from the reference's weights. If not, nothing is compared.
+        outcome: the comparison's result, or the reason why there was none; None before the first batch.
+    """
+
+    joins: dict[str, Any]
+    starts_at_reference: bool
+    outcome: StepZero | str | None = None
+
+    @property
+    def step_zero(self) -> StepZero | None:
+        return self.outcome if isinstance(self.outcome, StepZero) else None
+
+    def check_first_batch(self, sums: Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]], **more: Any) -> None:
+        """Before a run's first step, compare its first batch. Subclasses call this method for every batch.
+
+        Args:
+            sums: function that returns the first three arguments of `compare`.
+            more: see `write_record`.
+
+        Raises StepZeroError if a difference exceeds the tolerance.
+        """
+        if self.outcome is None:
+            if self.state.global_step:
+                self.outcome = f"not compared: the run was resumed at step {self.state.global_step}"
+            elif not self.starts_at_reference:
+                self.outcome = STARTS_ELSEWHERE
+            else:
+                policy = self.accelerator.unwrap_model(self.model)
+                dtypes = next(iter(self.joins.values())).where.reference_dtype, computes_in(policy, self.accelerator)
+                self.outcome = compare(*sums(), *dtypes, policy.config)
+            write_record(self.args.output_dir, self.joins, self.outcome, **more)
+        if self.step_zero is not None:
+            self.step_zero.require()
 
 
 def compare(

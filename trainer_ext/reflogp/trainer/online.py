@@ -27,7 +27,7 @@ from reflogp.client import SequencesRefusedError, ServiceError
 from reflogp.store import UsageError
 from reflogp.trainer.cached import checkpoint_of, no_reference_model
 from reflogp.trainer.errors import ReferenceChangedError, UnusableLogpsError
-from reflogp.trainer.gate import StepZero, compare, computes_in, warn_of_other_dtype, write_record
+from reflogp.trainer.gate import GateMixin, computes_in, warn_of_other_dtype, write_record
 from reflogp.trainer.join import JoinRecord
 from reflogp.trainer.padded import PaddedBatch, Wanted, has_absolute_positions
 from reflogp.trainer.ranks import on_all_ranks, outcome_on_all_ranks
@@ -39,8 +39,6 @@ Logps = npt.NDArray[np.float32]
 
 #: Maximum number of sequences per request; a service's default limit is 4,096.
 _SEQUENCES_AT_ONCE = 1024
-#: Base class of the mixins: `object` at run time, or any trainer for type checkers.
-_AnyTrainer: Any = object
 
 
 @dataclass
@@ -204,7 +202,7 @@ class RemoteReference:
         return scores.token_logps
 
 
-class RemoteReferenceMixin(_AnyTrainer):
+class RemoteReferenceMixin(GateMixin):
     """Mixin of the online trainers. In addition to the arguments of TRL's trainer, their constructors take:
 
     Args:
@@ -249,12 +247,11 @@ class RemoteReferenceMixin(_AnyTrainer):
                 f"{type(self).__name__} does not support DataParallel, but sees {self.args.n_gpu} GPUs: start one process per "
                 "GPU (accelerate launch, torchrun), or set CUDA_VISIBLE_DEVICES to a single GPU"
             )
-        self.policy_starts_at_reference = policy_starts_at_reference
-        self.step_zero: StepZero | None = None
-        self._outcome: StepZero | str | None = None  # of that comparison, or why there was none
+        self.starts_at_reference = policy_starts_at_reference
         policy = self.accelerator.unwrap_model(self.model)
         positions, dtype = has_absolute_positions(policy), computes_in(policy, self.accelerator)
         self.ref_model: Any = RemoteReference(source, reference_deadline, positions, checkpoint_of(policy), dtype)
+        self.joins = {"train": JoinRecord(self.ref_model.where)}
         served, head = self.ref_model.served, "float32" if getattr(self.args, "cast_lm_head_to_fp32", False) else dtype
         advice = f'set dtype = "{dtype}" and lm_head_dtype = "{head}" for the model in the service\'s settings'
         warn_of_other_dtype(_dtypes(served.dtype, served.lm_head_dtype), _dtypes(dtype, head), advice)
@@ -263,39 +260,25 @@ class RemoteReferenceMixin(_AnyTrainer):
         """Return the service's values, shape (rows, completion tokens). `policy_logps` computes those of the policy, and is
         called for the first batch of a run only."""
         values = torch.from_numpy(self.ref_model.collect(batch))
-        if self.model.training and self._outcome is None:
-            self._outcome = self._compare_first_batch(batch, values, policy_logps)
-            self._write_record()
-            if self.step_zero is not None:
-                self.step_zero.require()
+
+        def sums() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            self.model.eval()
+            with torch.no_grad():
+                own = policy_logps().cpu()
+            self.model.train()
+            completion = torch.from_numpy(batch.attention_mask[:, -batch.completion :]) != 0
+            policy, reference = (torch.where(completion, logps.double(), 0.0).sum(1) for logps in (own, values))
+            return policy, reference, completion.sum(1)
+
+        if self.model.training:
+            self.check_first_batch(sums, remote=self.ref_model.traffic.as_dict())
         return values.to(self.accelerator.device)
-
-    def _compare_first_batch(
-        self, batch: PaddedBatch, values: torch.Tensor, policy_logps: Callable[[], torch.Tensor]
-    ) -> StepZero | str:
-        if self.state.global_step:
-            return f"not compared: the run was resumed at step {self.state.global_step}"
-        if not self.policy_starts_at_reference:
-            return "not compared: the policy does not start from the reference's weights"
-        self.model.eval()
-        with torch.no_grad():
-            own = policy_logps().cpu()
-        self.model.train()
-        completion = torch.from_numpy(batch.attention_mask[:, -batch.completion :]) != 0
-        sums, reference_sums = (torch.where(completion, logps.double(), 0.0).sum(1) for logps in (own, values))
-        policy = self.accelerator.unwrap_model(self.model)
-        dtypes = self.ref_model.where.reference_dtype, computes_in(policy, self.accelerator)
-        self.step_zero = compare(sums, reference_sums, completion.sum(1), *dtypes, policy.config)
-        return self.step_zero
-
-    def _write_record(self) -> None:
-        joins, traffic = {"train": JoinRecord(self.ref_model.where)}, self.ref_model.traffic.as_dict()
-        write_record(self.args.output_dir, joins, self._outcome or "not compared: no batch was trained on", remote=traffic)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as TRL does, and write the final traffic to `reflogp.json`."""
         result = super().train(*args, **kwargs)
-        self._write_record()
+        outcome = self.outcome or "not compared: no batch was trained on"
+        write_record(self.args.output_dir, self.joins, outcome, remote=self.ref_model.traffic.as_dict())
         return result
 
 

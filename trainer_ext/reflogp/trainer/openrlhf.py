@@ -22,7 +22,7 @@ import torch
 from openrlhf.trainer.dpo_trainer import DPOTrainer
 
 from reflogp.trainer.batch import IGNORED, BatchReference, Row
-from reflogp.trainer.gate import StepZero, compare, write_record
+from reflogp.trainer.gate import STARTS_ELSEWHERE, StepZero, compare, write_record
 from reflogp.trainer.options import Options, read_options, warn_if_untested
 
 _MODULE = "openrlhf.cli.train_dpo"
@@ -76,14 +76,14 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         self._dtype = _DTYPES[strategy.args.ds.param_dtype]
         # Looked up before wandb or TensorBoard start, so that a run without values does not appear there.
         self._stored = BatchReference(options.reference(), rows, self._folder, ref_model.path, self._dtype)
-        self._skipped = "the policy does not start from the reference's weights" if options.policy_starts_elsewhere else ""
+        self._skipped = STARTS_ELSEWHERE if options.policy_starts_elsewhere else ""
         self._has_begun = False
         loaders_given = (train_dataloader, eval_dataloader)
         super().__init__(model, ref_model, strategy, tokenizer, optim, *loaders_given, *args, **kwargs)
 
     def fit(self, args: Any, consumed_samples: int = 0, num_update_steps_per_epoch: int | None = None) -> None:
         if consumed_samples:
-            self._skipped = f"the run was resumed after {consumed_samples} samples"
+            self._skipped = f"not compared: the run was resumed after {consumed_samples} samples"
         super().fit(args, consumed_samples, num_update_steps_per_epoch)
 
     def concatenated_forward(self, model: Any, *batch: Any) -> Any:
@@ -110,7 +110,7 @@ class CachedReferenceDPOTrainer(DPOTrainer):
             dtypes = next(iter(self._stored.joins.values())).where.reference_dtype, self._dtype
             config = self.strategy._unwrap_model(self.model).config
             step_zero = compare(policy, *self._reference(batch), *dtypes, config)
-        write_record(self._folder, self._stored.joins, step_zero or f"not compared: {self._skipped}")
+        write_record(self._folder, self._stored.joins, step_zero or self._skipped)
         if step_zero is not None:
             step_zero.require()
 
