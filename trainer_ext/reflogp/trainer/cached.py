@@ -1,7 +1,8 @@
 """Train with TRL's DPO and KTO trainers on stored reference log-probs instead of a reference model.
 
-TRL calls its hook `_precompute_ref_logps` with each dataset, after tokenizing and filtering the dataset. The mixin overrides
-the hook to add columns with the reference log-probs, which TRL's collators and losses read. The rest of TRL runs unchanged.
+TRL's constructor tokenizes and filters the datasets. The mixin then adds columns with the reference log-probs, which TRL's
+collators and losses read. It overrides TRL's hook `_precompute_ref_logps`, so TRL's `evaluate` adds them to new datasets. The
+rest of TRL runs unchanged.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -43,7 +43,7 @@ from reflogp.trainer.join import (
 )
 from reflogp.trainer.ranks import on_all_ranks
 from reflogp.trainer.reference import Reference, Values
-from reflogp.trainer.vision import CollatorWithReference, has_images, require_vision, takes_images, token_rows
+from reflogp.trainer.vision import CollatorWithReference, token_rows
 
 if Version(trl.__version__) < Version("1.8.0.dev0"):
     raise ImportError(f"reflogp's trainers need TRL 1.8 or newer, but {trl.__version__} is installed: pip install -U trl")
@@ -114,22 +114,18 @@ class CachedReferenceMixin(GateMixin):
         if ref_model is not None:
             raise UsageError(f"{name} needs no reference model, because it reads stored log-probs: remove ref_model")
         self._read_from(Reference.of(reference, name), policy_starts_at_reference)
-        args = copy.copy(_default_config(type(self), model) if args is None else args)
+        args, computes = copy.copy(args), self.reference.on_miss == "compute"
         if getattr(args, "sync_ref_model", False):
             raise UsageError(
                 "sync_ref_model=True changes the reference during training, so stored log-probs would be stale: set it to False"
             )
-        trained_on = kwargs.get("train_dataset", more[1] if len(more) > 1 else None)
-        images = has_images(trained_on) and takes_images(_trl_modules(type(self)))
-        if images:
-            require_vision(trained_on, self.reference)
-        args.precompute_ref_log_probs = not images  # TRL rejects the setting for images
-        computes = self.reference.on_miss == "compute"
+        if args is not None:
+            args.precompute_ref_log_probs = computes  # TRL's constructor then calls the hook, with a model that can compute
+        elif computes:
+            raise UsageError(f"on_miss='compute' needs a config: pass args= to {name}")
         with nullcontext() if computes else no_reference_model(type(self), policies=int(isinstance(model, str))):
             super().__init__(model, None, args, *more, **kwargs)
-        if images:
-            self._join_datasets()
-        self._use_columns()
+        self._use_columns(joins=not computes)
 
     def _read_from(self, reference: Reference, policy_starts_at_reference: bool) -> None:
         self.reference = reference
@@ -141,18 +137,21 @@ class CachedReferenceMixin(GateMixin):
         if reference.on_miss == "compute" and not policy_starts_at_reference:
             raise UsageError("on_miss='compute' computes values with the policy: it must start from the reference's weights")
 
-    def _join_datasets(self) -> None:
-        """Join all datasets of a constructed trainer."""
-        self.train_dataset = self._precompute_ref_logps(self.train_dataset, "train", 0)
-        if isinstance(self.eval_dataset, dict):
-            self.eval_dataset = {
-                name: self._precompute_ref_logps(dataset, name, 0) for name, dataset in self.eval_dataset.items()
-            }
-        elif self.eval_dataset is not None:
-            self.eval_dataset = self._precompute_ref_logps(self.eval_dataset, "eval", 0)
+    def _joined(self, dataset: Any, name: str) -> Any:
+        if isinstance(dataset, dict):
+            return {name: self._joined(part, name) for name, part in dataset.items()}
+        if dataset is None or (self._is_built and reference_columns(dataset.column_names)):
+            return dataset
+        return self._precompute_ref_logps(dataset, name, 0)
 
-    def _use_columns(self) -> None:
-        """Raise one error about all rows without values. Otherwise, make TRL's loss read the reference columns."""
+    def _use_columns(self, joins: bool = True) -> None:
+        """Join the datasets of a constructed trainer, and make TRL's loss read the reference columns. Raise one error about
+        all rows without values."""
+        if hasattr(self, "liger_loss"):
+            raise UsageError("TRL below 1.15 computes Liger's loss with a reference model: set use_liger_kernel to False")
+        if joins:
+            self.train_dataset = self._joined(self.train_dataset, "train")
+            self.eval_dataset = self._joined(self.eval_dataset, "eval")
         on_all_ranks("looking up the datasets", self._require_all)
         if self._is_vision_dataset and not isinstance(self.data_collator, CollatorWithReference):
             self.data_collator = CollatorWithReference(self.data_collator)
@@ -172,12 +171,12 @@ class CachedReferenceMixin(GateMixin):
             self._values = self._open()
         values, settings = self._values, self._settings()
         key = name if self._is_built or name not in self.joins else f"eval_{name}"
+        rows = token_rows(dataset, self, name) if self._is_vision_dataset else dataset
         if isinstance(dataset, IterableDataset):
             if self.reference.on_miss == "compute":
                 raise UsageError("on_miss='compute' reads rows twice, but a stream is read once: use 'error' or 'score'")
             self.joins[key] = JoinRecord(values.where, settings)
             return join_stream(dataset, self.reference, values, settings, name, Path(self.args.output_dir))
-        rows = token_rows(dataset, self, name) if self._is_vision_dataset else dataset
         self._values, join, scored = on_all_ranks(
             f"looking up {name}", lambda: look_up(rows, self.reference, values, settings, name)
         )
@@ -280,14 +279,9 @@ class CachedReferenceMixin(GateMixin):
         """Join the given dataset with its stored values, then evaluate on it as TRL does."""
         if eval_dataset is not None and not isinstance(eval_dataset, str):
             self._values = None  # read the latest snapshot
-            if self._is_vision_dataset:
-                eval_dataset = self._with_images(eval_dataset, "eval")
+            if self._is_vision_dataset:  # for which TRL does not call the hook
+                eval_dataset = self._joined(eval_dataset, "eval")
         return super().evaluate(eval_dataset, *args, **kwargs)
-
-    def _with_images(self, dataset: Any, name: str) -> Any:
-        if isinstance(dataset, dict):
-            return {name: self._with_images(part, name) for name, part in dataset.items()}
-        return dataset if reference_columns(dataset.column_names) else self._precompute_ref_logps(dataset, name, 0)
 
 
 class CachedDPOTrainer(CachedReferenceMixin, DPOTrainer):
@@ -365,7 +359,6 @@ def patch(trainer: Any, reference: Reference | str, policy_starts_at_reference: 
     trainer.__class__ = type(f"Cached{kind.__name__}", (CachedReferenceMixin, kind), {})
     try:
         trainer._read_from(source, policy_starts_at_reference)
-        trainer._join_datasets()
         trainer._use_columns()
     except BaseException:
         trainer.__class__ = kind
@@ -375,8 +368,7 @@ def patch(trainer: Any, reference: Reference | str, policy_starts_at_reference: 
 
 @contextmanager
 def no_reference_model(trainer_class: type, policies: int) -> Iterator[None]:
-    """Within the block, keep TRL from loading a reference model (it does so under FSDP and for images) and from hashing the
-    policy's weights, which would name a cache file.
+    """Within the block, keep TRL from loading a reference model.
 
     Args:
         policies: number of models that TRL may load within the block: 1 if the policy is given as a path.
@@ -389,12 +381,10 @@ def no_reference_model(trainer_class: type, policies: int) -> Iterator[None]:
         return create(*args, **kwargs) if loads_left >= 0 else None
 
     with ExitStack() as patches:
-        for module in _trl_modules(trainer_class):
+        for module in {sys.modules[parent.__module__] for parent in trainer_class.__mro__ if _is_of_trl(parent)}:
             if hasattr(module, "create_model_from_path"):
                 replacement = functools.partial(policy_only, module.create_model_from_path)
                 patches.enter_context(mock.patch.object(module, "create_model_from_path", replacement))
-            if hasattr(module, "hash_module"):
-                patches.enter_context(mock.patch.object(module, "hash_module", lambda module: ""))
         yield
 
 
@@ -402,21 +392,6 @@ def checkpoint_of(policy: Any) -> str | None:
     """Return the folder or hub id of the checkpoint that a policy was loaded from, as TRL does for its reference model."""
     base = policy.get_base_model() if is_peft_model(policy) else policy
     return getattr(base.config, "_name_or_path", None) or None
-
-
-def _default_config(trainer_class: type, model: Any) -> Any:
-    """Return the config that TRL creates if a trainer gets no args=, such as DPOConfig("<model>-DPO") for a DPOTrainer."""
-    for parent in trainer_class.__mro__:
-        config = getattr(sys.modules[parent.__module__], parent.__name__.replace("Trainer", "Config"), None)
-        if _is_of_trl(parent) and config is not None:
-            path = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
-            return config(f"{path.split('/')[-1]}-{parent.__name__.removeprefix('Unsloth').removesuffix('Trainer')}")
-    raise UsageError(f"{trainer_class.__name__} needs args=: TRL has no default config for it")
-
-
-def _trl_modules(trainer_class: type) -> list[ModuleType]:
-    """Return the modules in which a trainer's TRL base classes (or unsloth's copies of these classes) are defined."""
-    return [sys.modules[name] for name in dict.fromkeys(c.__module__ for c in trainer_class.__mro__ if _is_of_trl(c))]
 
 
 def _is_of_trl(trainer_class: type) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import importlib.metadata
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 from reflogp.store import UsageError
 from reflogp.store.images import (
     FIRST_IMAGE_ID,
-    IMAGE_COLUMNS,
     ImageTokens,
     blanks,
     image_token,
@@ -32,7 +30,6 @@ from reflogp.store.joins import PAIR_COLUMNS
 from reflogp.store.texts import shortened
 from reflogp.trainer.join import reference_columns
 from reflogp.trainer.ranks import on_all_ranks
-from reflogp.trainer.reference import Reference
 
 #: Name of TRL's collator for pairs with images.
 _COLLATOR = "DataCollatorForVisionPreference"
@@ -41,35 +38,7 @@ _MAKERS = ("reflogp", "trl", "transformers", "tokenizers", "datasets", "pillow")
 _TOKENS = Features({name: List(Value("int64")) for name in ("prompt_ids", *PAIR_COLUMNS)})
 
 
-def has_images(dataset: Any) -> bool:
-    """Return True if a dataset has a column named `image` or `images`. TRL treats the rows of such a dataset as pairs with
-    images."""
-    names = getattr(dataset, "column_names", None) or ()
-    if isinstance(dataset, IterableDataset) and not names:
-        names = list(next(iter(dataset), {}))
-    return any(name in names for name in IMAGE_COLUMNS)
-
-
-def takes_images(modules: list[ModuleType]) -> bool:
-    """Return True if one of TRL's modules, in which a trainer's base classes are defined, has a collator for images. KTO's has
-    none, and TRL says that it takes no precomputed values for images."""
-    return any(hasattr(module, _COLLATOR) for module in modules)
-
-
-def require_vision(dataset: Any, source: Reference) -> None:
-    """Raise UsageError if a dataset and its source cannot be used to train on pairs with images."""
-    if isinstance(dataset, IterableDataset):
-        raise UsageError(
-            "pass pairs with images as a Dataset, not as a stream, because their keys are computed before training"
-        )
-    if source.on_miss != "error":
-        raise UsageError(
-            f"on_miss={source.on_miss!r} supports only text; run `reflogp score` on the pairs with images before training, and "
-            "omit on_miss="
-        )
-
-
-def token_rows(dataset: Dataset, trainer: Any, name: str) -> Dataset:
+def token_rows(dataset: Dataset | IterableDataset, trainer: Any, name: str) -> Dataset:
     """Return the token ids of pairs with images, in the columns prompt_ids, chosen_ids and rejected_ids.
 
     The token ids contain image ids in place of image tokens.
@@ -81,16 +50,25 @@ def token_rows(dataset: Dataset, trainer: Any, name: str) -> Dataset:
         trainer: a trainer whose construction is complete. Its collator creates the tokens.
         name: the dataset's name, for error messages and the progress bar.
 
-    Raises UsageError if the run uses a collator other than TRL's, or if the model's config does not name an image token. Also
-    raises UsageError, with the row's number, if a row cannot be used or if truncation to `max_length` would remove tokens of a
-    row's images.
+    Raises UsageError if the dataset is a stream, if the run uses a collator other than TRL's, or if the model's config does not
+    name an image token. Also raises UsageError, with the row's number, if a row cannot be used or if truncation to `max_length`
+    would remove tokens of a row's images.
     """
+    if isinstance(dataset, IterableDataset):
+        raise UsageError(
+            "pass pairs with images as a Dataset, not as a stream, because their keys are computed before training"
+        )
+    if trainer.reference.on_miss != "error":
+        raise UsageError(
+            f"on_miss={trainer.reference.on_miss!r} supports only text; run `reflogp score` on the pairs with images before "
+            "training, and omit on_miss="
+        )
     collator = trainer.data_collator
     collator = collator.collator if isinstance(collator, CollatorWithReference) else collator
     if type(collator).__name__ != _COLLATOR:
         raise UsageError(
-            "the keys of rows with images are computed from the output of TRL's collator, but this run uses the collator "
-            f"{type(collator).__name__}: omit data_collator"
+            "the keys of rows with images are computed from the output of TRL's collator for pairs, but this run uses the "
+            f"collator {type(collator).__name__}: omit data_collator (for KTO, use TRL's own trainer)"
         )
     token = image_token(trainer.accelerator.unwrap_model(trainer.model).config)
     if token is None:
