@@ -6,6 +6,7 @@ This module loads no model.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +37,7 @@ from reflogp.store import (
     describe_reference,
 )
 from reflogp.store.commands import ScoreArguments
-from reflogp.store.joins import KTO_COLUMNS, PAIR_COLUMNS, Asked, FoundLogps, Join, LogpLookup, answer, tokens_column
+from reflogp.store.joins import KTO_COLUMNS, PAIR_COLUMNS, Asked, FoundLogps, Join, answer, tokens_column
 from reflogp.store.reference import AUTO, Dtype, describe_all_numerics
 from reflogp.store.windows import TrainerSettings
 
@@ -183,21 +184,26 @@ class Where:
     snapshot: int
 
 
-class Values(Protocol):
+class Values:
     """The reference log-probs in one snapshot of a store or service, or in a file.
 
     Attributes:
+        where: where the values come from.
         note: why there are no values at all, for a message, or an empty string.
     """
 
     where: Where
-    note: str
+    note: str = ""
 
     def answer(self, asked: Asked, settings: TrainerSettings) -> Join:
         """Look up the keys of a dataset's rows, and return a Join with the sums of the rows' log-probs.
 
         Raises UsageError if the source is a file that was written for other settings or another type of dataset.
         """
+        return answer(asked, self, settings.ld_alpha)
+
+    def find(self, keys: pa.Array, /) -> FoundLogps:
+        raise NotImplementedError
 
     def token_lists(self, keys: pa.Array) -> pa.ListArray:
         """Return one list<float32> per key, with the log-probs of the completion's tokens.
@@ -206,6 +212,7 @@ class Values(Protocol):
 
         Raises UsageError if only sums are available.
         """
+        raise NotImplementedError
 
     def command(self, data: str, settings: TrainerSettings, dtype: str | None = None) -> str:
         """Return the command that scores `data` and adds the results to this source, or an empty string if the source is a
@@ -214,27 +221,38 @@ class Values(Protocol):
         Args:
             dtype: compute dtype, or None for the dtype of these values.
         """
-
-
-class _NothingScored:
-    """A lookup in a table that does not exist yet: every key is missing."""
-
-    def find(self, keys: pa.Array, /) -> FoundLogps:
-        return _WholeSums(np.full(len(keys), -1, np.int32), np.full(len(keys), np.nan))
+        return ""
 
 
 @dataclass
-class _WholeSums:
-    """The sums of whole completions, and their numbers of tokens; -1 for a miss."""
+class _Sums:
+    """The sums of the completions that some keys identify.
+
+    Attributes:
+        lengths: number of tokens in each sum, -1 for a miss.
+        sums: sum of each completion's log-probs.
+        token_lists: function that returns the values of the keys at the given places, or None if there are only sums.
+    """
 
     lengths: npt.NDArray[np.int32]
     sums: npt.NDArray[np.float64]
+    token_lists: Callable[[npt.NDArray[np.int64]], pa.ListArray] | None = None
 
     def prefix_sums(self, lengths: npt.NDArray[np.int64], /) -> npt.NDArray[np.float64]:
-        return np.where(lengths == 0, 0.0, np.where(self.lengths == lengths, self.sums, np.nan))
+        sums = np.where(lengths == 0, 0.0, np.where(self.lengths == lengths, self.sums, np.nan))
+        if self.token_lists is not None:
+            parts = np.flatnonzero((self.lengths > lengths) & (lengths > 0))
+            for place, token_logps in zip(parts, self.token_lists(parts), strict=True):
+                if token_logps.is_valid:
+                    sums[place] = token_logps.values.to_numpy()[: lengths[place]].sum(dtype=np.float64)
+        return sums
 
 
-class StoreValues:
+def _nothing(keys: pa.Array) -> _Sums:
+    return _Sums(np.full(len(keys), -1, np.int32), np.full(len(keys), np.nan))
+
+
+class StoreValues(Values):
     """The reference log-probs in a store's table. Without a snapshot, the table does not exist yet."""
 
     def __init__(self, store: Store, model: str, reference: ReferenceModel, snapshot: Snapshot | None, note: str = "") -> None:
@@ -254,9 +272,8 @@ class StoreValues:
         except (ReferenceNotFoundError, StoreNotFoundError) as error:
             return cls(store, model, reference, None, note=str(error))
 
-    def answer(self, asked: Asked, settings: TrainerSettings) -> Join:
-        lookup: LogpLookup = self._snapshot or _NothingScored()
-        return answer(asked, lookup, settings.ld_alpha)
+    def find(self, keys: pa.Array, /) -> FoundLogps:
+        return self._snapshot.find(keys) if self._snapshot else _nothing(keys)
 
     def token_lists(self, keys: pa.Array) -> pa.ListArray:
         if self._snapshot is None:
@@ -276,7 +293,7 @@ class StoreValues:
         ).command()
 
 
-class ServiceValues:
+class ServiceValues(Values):
     """The reference log-probs in a running service, which can also score missing rows."""
 
     def __init__(self, url: str, token: str | None, reference: ReferenceInfo, snapshot: int) -> None:
@@ -284,18 +301,10 @@ class ServiceValues:
         self.note = "" if snapshot else "nothing has been scored with it yet"
         self.reference = reference
         self._token = token
-        self._clients: dict[int, Client] = {}
 
     @property
     def client(self) -> Client:
-        """Return this process's client. A data loader's worker needs its own client, because a forked process cannot use its
-        parent's connections."""
-        if os.getpid() not in self._clients:
-            self._clients = {os.getpid(): Client(self.where.store, self._token)}
-        return self._clients[os.getpid()]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_clients": {}}
+        return _client(self.where.store, self._token, os.getpid())
 
     @classmethod
     def open(cls, source: Reference, model: str, policy_dtype: str) -> ServiceValues:
@@ -312,18 +321,15 @@ class ServiceValues:
             raise ReferenceNotFoundError(f"{url} does not serve {model}; its references: {names}")
         return cls(url, source.token, found, (found.snapshot or 0) if source.snapshot is None else source.snapshot)
 
-    def answer(self, asked: Asked, settings: TrainerSettings) -> Join:
-        return answer(asked, self, settings.ld_alpha)
-
-    def find(self, keys: pa.Array) -> FoundLogps:
-        lengths = np.full(len(keys), -1, np.int32)
-        sums = np.full(len(keys), np.nan)
-        for start in range(0, len(keys), _KEYS_AT_ONCE):
-            part = slice(start, start + _KEYS_AT_ONCE)
-            if self.where.snapshot:  # snapshot 0: nothing has been scored yet
-                found = self._look_up(keys[part])
-                lengths[part], sums[part] = found.lengths, found.sums
-        return _FoundByService(self, keys, lengths, sums)
+    def find(self, keys: pa.Array, /) -> FoundLogps:
+        found = _nothing(keys)
+        if self.where.snapshot:  # snapshot 0: nothing has been scored yet
+            for start in range(0, len(keys), _KEYS_AT_ONCE):
+                part = slice(start, start + _KEYS_AT_ONCE)
+                there = self._look_up(keys[part])
+                found.lengths[part], found.sums[part] = there.lengths, there.sums
+        found.token_lists = lambda places: self.token_lists(keys.take(pa.array(places)))
+        return found
 
     def token_lists(self, keys: pa.Array) -> pa.ListArray:
         if not self.where.snapshot:
@@ -373,31 +379,16 @@ class ServiceValues:
         return ServiceValues(self.where.store, self._token, found, found.snapshot or 0)
 
 
-class _FoundByService(_WholeSums):
-    """The sums that a service returned for the given keys. If only the first tokens of a completion count, this class requests
-    the log-probs of the completion's individual tokens and sums those of the first tokens."""
-
-    def __init__(
-        self, values: ServiceValues, keys: pa.Array, lengths: npt.NDArray[np.int32], sums: npt.NDArray[np.float64]
-    ) -> None:
-        super().__init__(lengths, sums)
-        self._values, self._keys = values, keys
-
-    def prefix_sums(self, lengths: npt.NDArray[np.int64], /) -> npt.NDArray[np.float64]:
-        sums = super().prefix_sums(lengths)
-        wanted = np.flatnonzero((self.lengths > lengths) & (lengths > 0))
-        found = self._values.token_lists(self._keys.take(pa.array(wanted)))
-        for place, token_logps in zip(wanted, found, strict=True):
-            if token_logps.is_valid:
-                sums[place] = token_logps.values.to_numpy()[: lengths[place]].sum(dtype=np.float64)
-        return sums
+@functools.cache
+def _client(url: str, token: str | None, process: int) -> Client:
+    """Return a process's client. A data loader's worker needs its own, because a forked process cannot use its parent's
+    connections."""
+    return Client(url, token)
 
 
-class FileValues:
+class FileValues(Values):
     """The sums of log-probs in a Parquet file that `reflogp join` or a service's job wrote. A sum is valid for a run that cuts
     the completion at the same token."""
-
-    note = ""
 
     def __init__(self, file: str, note: dict[str, Any], table: pa.Table) -> None:
         self.where = Where(file, note["reference_id"], note["reference_dtype"], note["snapshot"])
@@ -447,15 +438,12 @@ class FileValues:
 
     def find(self, keys: pa.Array, /) -> FoundLogps:
         places = pc.index_in(keys, value_set=self._keys).fill_null(-1).to_numpy(zero_copy_only=False)
-        return _WholeSums(np.append(self._tokens, -1)[places].astype(np.int32), np.append(self._sums, np.nan)[places])
+        return _Sums(np.append(self._tokens, -1)[places].astype(np.int32), np.append(self._sums, np.nan)[places])
 
     def token_lists(self, keys: pa.Array) -> pa.ListArray:
         raise UsageError(
             f"{self.where.store} contains only sums, but the values of individual tokens are needed: use a store or a service"
         )
-
-    def command(self, data: str, settings: TrainerSettings, dtype: str | None = None) -> str:
-        return ""
 
 
 def _needs_remote_code(model: str) -> bool:
