@@ -42,8 +42,8 @@ def environment_of(python: Path, caches: Path) -> dict[str, str]:
     found = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
     found |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(caches / "datasets"), "MODELSCOPE_CACHE": str(caches / "models")}
     found |= {"REFLOGP_CACHE_DIR": str(caches / "reflogp"), "PATH": f"{python.parent}:{os.environ['PATH']}"}
-    for name in ("PYTHONPATH", "TQDM_DISABLE"):  # ms-swift writes to a bar that is switched off
-        found.pop(name, None)
+    found["PYTHONPATH"] = os.pathsep.join([str(FOLDER), *(str(REPOSITORY / part) for part in ("store", "client", "trainer_ext"))])
+    found.pop("TQDM_DISABLE", None)  # ms-swift writes to a bar that is switched off
     return found
 
 

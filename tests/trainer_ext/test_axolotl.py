@@ -64,7 +64,7 @@ def settings(tokenizer, data, tmp_path_factory) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory) -> dict[str, str]:
     found = frameworks.environment_of(PYTHON, tmp_path_factory.mktemp("axolotl-caches"))
-    return {**found, "AXOLOTL_DO_NOT_TRACK": "1", "PYTHONPATH": str(FOLDER)}
+    return {**found, "AXOLOTL_DO_NOT_TRACK": "1"}
 
 
 @pytest.fixture(scope="module")

@@ -146,7 +146,7 @@ def test_the_command_starts_torchrun_as_llamafactory_does(settings, environment,
     file = tmp_path / "settings.yaml"
     file.write_text(json.dumps({**settings, "max_steps": 2, "output_dir": tmp_path / "out"}, default=str))
     command = [PYTHON, "-m", STORED, "--reflogp.store", store, "train", file]
-    found = {**environment, "FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2", "PYTHONPATH": str(FOLDER)}
+    found = {**environment, "FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2"}
     done = subprocess.run(command, env=found, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert record(tmp_path / "out")["step_zero"]["sequences"] == 16
