@@ -6,6 +6,7 @@ import random
 import re
 import shlex
 import warnings
+from functools import partial
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 from reflogp.cli.main import app
 from reflogp.store import UsageError
 from reflogp.trainer import MissingLogpsError, Reference
-from reflogp.trainer.batch import BatchReference, LabelledRows, refuse_media
+from reflogp.trainer.batch import BatchReference, labelled_rows, refuse_media
 from reflogp.trainer.errors import UnusableLogpsError
 from reflogp.trainer.options import give_to_processes, read_options, warn_if_untested
 from tests.conftest import REPOSITORY, plain_token_logps
@@ -51,9 +52,10 @@ def look_up(reference_folder, tmp_path_factory):
     stored = tmp_path_factory.mktemp("batches") / "store"
 
     def run(datasets, folder, store=stored, policy_dtype="float32", **options) -> BatchReference:
-        labelled = {name: LabelledRows(Dataset.from_list(rows), COLUMNS) for name, rows in datasets.items()}
+        tokenized = {name: Dataset.from_list(rows) for name, rows in datasets.items()}
         source = Reference(str(store), **{"dtype": "float32", **options})
-        return BatchReference(source, labelled, folder, str(reference_folder), policy_dtype)
+        rows_of = partial(labelled_rows, columns=COLUMNS)
+        return BatchReference(source, tokenized, rows_of, folder, str(reference_folder), policy_dtype)
 
     run.store = stored
     return run

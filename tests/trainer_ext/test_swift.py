@@ -50,7 +50,7 @@ def words_of(settings: dict[str, Any]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory) -> dict[str, str]:
-    return {**frameworks.environment_of(PYTHON, tmp_path_factory.mktemp("swift-caches")), "PYTHONPATH": str(FOLDER)}
+    return frameworks.environment_of(PYTHON, tmp_path_factory.mktemp("swift-caches"))
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ swift_process.safe_snapshot_download = lambda **given: f"{given['model_id_or_pat
 def reference(**given):
     settings = dict(model="org/m", model_dir="/here", model_revision=None, ref_model="org/m", ref_model_revision=None)
     settings |= dict(use_hf=True, hub_token=None, ref_adapters=None)
-    return swift_process.Replacements(options.Options("s"))._reference(Settings(**{**settings, **given}))
+    return swift_process._reference_of(Settings(**{**settings, **given}), options.Options("s"))
 assert reference() == reference(ref_model=None) == reference(model_revision="v1", ref_model_revision="v1") == "/here"
 assert (reference(ref_model_revision="v1"), reference(ref_model="org/other")) == ("org/m at v1", "org/other at None")
 """

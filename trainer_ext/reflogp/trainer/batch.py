@@ -8,8 +8,7 @@ its sum, so shuffling and evaluation need no special handling.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +42,13 @@ Row = Sequence[tuple[npt.ArrayLike, npt.ArrayLike]]
 class BatchReference:
     """The reference's sums of log-probs for the sequences of some tokenized datasets.
 
-    The constructor looks up every sequence, so that no value can be missing during training.
+    The constructor looks up every sequence, so that no value can be missing during training. On several processes, call it with
+    `on_all_ranks`.
 
     Args:
         reference: where the values are stored. Files from `reflogp join` cannot be used, because they contain only sums.
         datasets: every tokenized dataset that the trainer will use, by name: {"train": …, "eval": …}.
+        rows_of: function that returns the rows of one of the datasets.
         output_dir: folder in which to write sequences without values, as reflogp-missing.parquet.
         model: the model that the framework would load as its reference, used if `reference` names none.
         policy_dtype: dtype in which the policy computes.
@@ -56,7 +57,6 @@ class BatchReference:
         MissingLogpsError: some rows have no stored values; the error names these rows and the command that scores them.
         UnusableLogpsError: values are damaged, NaN or infinite.
         UsageError: the source cannot be used.
-        RankFailedError: another process of a distributed run raised one of these errors.
 
     Attributes:
         joins: dict from each dataset's name to a JoinRecord, which says where the dataset's values come from.
@@ -65,38 +65,25 @@ class BatchReference:
     def __init__(
         self,
         reference: Reference,
-        datasets: Mapping[str, Iterable[Row]],
+        datasets: Mapping[str, Any],
+        rows_of: Callable[[Any], Iterable[Row]],
         output_dir: str | Path,
         model: str | None,
         policy_dtype: str,
     ) -> None:
         if reference.is_file or reference.on_miss == "compute":
             raise UsageError("frameworks other than TRL need a store or a service, and on_miss='error' or 'score'")
-        self.joins: dict[str, JoinRecord] = {}
-        self._sums: dict[bytes, float] = {}
-        on_all_ranks(
-            "looking up the datasets",
-            lambda: self._look_up(reference, datasets, Path(output_dir), model, policy_dtype),
-        )
-
-    def _look_up(
-        self,
-        reference: Reference,
-        datasets: Mapping[str, Iterable[Row]],
-        output_dir: Path,
-        model: str | None,
-        policy_dtype: str,
-    ) -> None:
         places: dict[bytes, int] = {}  # of each distinct sequence in the following lists
         tokens: list[npt.NDArray[np.uint32]] = []
         counted: list[npt.NDArray[np.bool_]] = []
         of: dict[str, list[list[int]]] = {}
         for name, dataset in datasets.items():
             of[name] = []
-            for row in tqdm(dataset, desc=f"Tokens of {name}", unit="row", disable=rank() > 0):
-                sequences = [_sequence(*sequence) for sequence in row]
+            bar = {"total": len(dataset), "desc": f"Tokens of {name}", "unit": "row", "disable": rank() > 0}
+            for row in tqdm(rows_of(dataset), **bar):
                 of[name].append([])
-                for ids, used in sequences:
+                for sequence in row:
+                    ids, used = _sequence(*sequence)
                     place = places.setdefault(_key(ids, used), len(tokens))
                     if place == len(tokens):
                         tokens.append(ids)
@@ -114,7 +101,7 @@ class BatchReference:
             rows = {name: np.flatnonzero([join.missing[row].any() for row in found]) for name, found in of.items()}
             misses = [Misses(name, some, len(of[name]), None) for name, some in rows.items() if len(some)]
             misses[0] = Misses(misses[0].dataset, misses[0].rows, misses[0].of, lacking)
-            raise missing_error(misses, values, TrainerSettings(), output_dir)
+            raise missing_error(misses, values, TrainerSettings(), Path(output_dir))
         keys, found = join.keys["completion_ids"], []
         for start in range(0, len(keys), _AT_ONCE):
             lists = values.token_lists(keys[start : start + _AT_ONCE])
@@ -193,52 +180,43 @@ class BatchReferenceMixin(GateMixin):
         datasets = {name: dataset for name, dataset in datasets.items() if dataset is not None}
         if streams := [name for name, dataset in datasets.items() if not hasattr(dataset, "__len__")]:
             raise UsageError(f"the dataset {streams[0]} is a stream, but all rows must be looked up before training")
-        rows = {name: rows_of(dataset) for name, dataset in datasets.items()}
         dtype = computes_in(policy, self.accelerator)
-        self.ref_model = BatchReference(options.reference(), rows, self.args.output_dir, model, dtype)
+        asked = options.reference(), datasets, rows_of, self.args.output_dir, model, dtype
+        self.ref_model = on_all_ranks("looking up the datasets", lambda: BatchReference(*asked))
         self.joins = self.ref_model.joins
         self.starts_at_reference = not options.policy_starts_elsewhere
 
-    def compare_first_batch(self, policy: Callable[[], torch.Tensor], reference: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Before the run's first step, compare the policy's sums with the reference's. Subclasses call this method for every
-        batch, with a function that computes the policy's sums, shape (n,), without gradients or dropout."""
+    def compare_first_batch(
+        self, model: Any, policy: Callable[[], torch.Tensor], reference: torch.Tensor, tokens: torch.Tensor
+    ) -> None:
+        """Before the run's first step, compare the policy's sums with the reference's, each of shape (n,). Subclasses call this
+        method for every batch.
+
+        Args:
+            model: the policy.
+            policy: function that returns the sums that the framework's code for the reference model computes. While it runs,
+                the policy takes that model's place, without dropout and gradients.
+        """
+
+        def sums() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            stored, self.ref_model = self.ref_model, model
+            model.eval()
+            try:
+                with torch.no_grad():
+                    return policy(), reference, tokens
+            finally:
+                model.train()
+                self.ref_model = stored
+
         if self.model.training:
-            self.check_first_batch(lambda: (policy(), reference, tokens))
-
-    @contextmanager
-    def policy_as_reference(self, model: Any) -> Any:
-        """Within the block, replace the reference model with the policy (`model`), and turn off dropout and gradients. The
-        framework's code for the reference model then computes the policy's log-probs."""
-        stored, was_training = self.ref_model, model.training
-        self.ref_model = model
-        model.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            model.train(was_training)
-            self.ref_model = stored
+            self.check_first_batch(sums)
 
 
-class LabelledRows:
-    """The rows of a `datasets.Dataset` with a column of labels for each column of token ids.
-
-    Args:
-        dataset: the `datasets.Dataset` to read.
-        columns: one tuple for each sequence of a row, with the name of the sequence's column of token ids and the name of its
-            column of labels.
-    """
-
-    def __init__(self, dataset: Dataset, columns: Sequence[tuple[str, str]]) -> None:
-        self._rows = dataset.select_columns([name for pair in columns for name in pair]).with_format("numpy")
-        self._columns = columns
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __iter__(self) -> Any:
-        for row in self._rows:
-            yield [(row[ids], row[labels]) for ids, labels in self._columns]
+def labelled_rows(dataset: Dataset, columns: Sequence[tuple[str, str]]) -> Iterator[Row]:
+    """Return the rows of a `datasets.Dataset` that has, for each of a row's sequences, a column of token ids and a column of
+    labels: the two names in `columns`."""
+    for row in dataset.select_columns([name for pair in columns for name in pair]).with_format("numpy"):
+        yield [(row[ids], row[labels]) for ids, labels in columns]
 
 
 def refuse_media(dataset: Any, columns: Sequence[str]) -> None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
@@ -27,7 +27,7 @@ from llamafactory.train.dpo.trainer import CustomDPOTrainer
 from llamafactory.train.kto.trainer import CustomKTOTrainer
 
 from reflogp.store import UsageError, resolve_model
-from reflogp.trainer.batch import BatchReferenceMixin, LabelledRows, refuse_media
+from reflogp.trainer.batch import BatchReferenceMixin, Row, labelled_rows, refuse_media
 from reflogp.trainer.options import Options, give_to_processes, read_options, warn_if_untested
 
 #: Losses for which LLaMA-Factory divides the policy's and the reference's log-probs by the number of tokens.
@@ -48,9 +48,9 @@ class _Stored(BatchReferenceMixin):
         super().__init__(*args, **{**kwargs, "ref_model": None})
         self.use_stored_reference(options, reference, self._rows_of)
 
-    def _rows_of(self, dataset: Any) -> LabelledRows:
+    def _rows_of(self, dataset: Any) -> Iterator[Row]:
         refuse_media(dataset, ("images", "videos", "audios"))
-        return LabelledRows(dataset, self._sequence_columns)
+        return labelled_rows(dataset, self._sequence_columns)
 
 
 class StoredDPOTrainer(_Stored, CustomDPOTrainer):
@@ -63,13 +63,8 @@ class StoredDPOTrainer(_Stored, CustomDPOTrainer):
         for the rejected rows. For the IPO loss, return means over tokens instead of sums."""
         sums, tokens = self.ref_model.sums(batch["input_ids"], batch["attention_mask"], batch["labels"])
         scale = tokens.clamp(min=1) if self.loss_type in _MEANS else torch.ones_like(tokens)
-
-        def policy() -> torch.Tensor:
-            with self.policy_as_reference(model):
-                found = super(StoredDPOTrainer, self).compute_reference_log_probs(model, batch)
-            return torch.cat(found) * scale
-
-        self.compare_first_batch(policy, sums, tokens)
+        own = super().compute_reference_log_probs
+        self.compare_first_batch(model, lambda: torch.cat(own(model, batch)) * scale, sums, tokens)
         return (sums / scale).chunk(2)
 
 
@@ -86,47 +81,57 @@ class StoredKTOTrainer(_Stored, CustomKTOTrainer):
             for prefix in ("", "kl_")
         )
         tags = batch["kto_tags"]
-        parts = (sums[tags], sums[~tags], kl_sums)
-
-        def policy() -> torch.Tensor:
-            with self.policy_as_reference(model):
-                return torch.cat(super(StoredKTOTrainer, self).compute_reference_log_probs(model, batch))
-
-        self.compare_first_batch(policy, torch.cat(parts), torch.cat([tokens[tags], tokens[~tags], kl_tokens]))
+        parts, own = (sums[tags], sums[~tags], kl_sums), super().compute_reference_log_probs
+        counts = torch.cat([tokens[tags], tokens[~tags], kl_tokens])
+        self.compare_first_batch(model, lambda: torch.cat(own(model, batch)), torch.cat(parts), counts)
         return parts
 
 
-class Replacements:
-    """Replacements for the functions of LLaMA-Factory that create reference models and trainers."""
+def _reference_of(model_args: Any, finetuning_args: Any, options: Options) -> str:
+    """Return the model that LLaMA-Factory would load as the reference."""
+    if finetuning_args.ref_model_adapters and not options.model:
+        raise UsageError("with ref_model_adapters, the reference is not ref_model alone: name it with --reflogp.model")
+    model = str(finetuning_args.ref_model or model_args.model_name_or_path)
+    revision = getattr(model_args, "model_revision", None)
+    if not Path(model).is_dir() and not options.model:
+        if use_modelscope() or use_openmind():
+            raise UsageError(f"{model} comes from another hub: pass the downloaded folder as --reflogp.model")
+        if revision not in (None, "main"):
+            return str(resolve_model(model, revision))
+    return model
 
-    def __init__(self, options: Options) -> None:
-        self._options = options
-        self._model: str | None = None
 
-    def create_ref_model(self, model_args: Any, finetuning_args: Any, **kwargs: Any) -> None:
-        """Note which model LLaMA-Factory would load as the reference. No model is created."""
-        if finetuning_args.ref_model_adapters and not self._options.model:
-            raise UsageError("with ref_model_adapters, the reference is not ref_model alone: name it with --reflogp.model")
-        self._model = finetuning_args.ref_model or model_args.model_name_or_path
-        revision = getattr(model_args, "model_revision", None)
-        if not Path(self._model).is_dir() and not self._options.model:
-            if use_modelscope() or use_openmind():
-                raise UsageError(f"{self._model} comes from another hub: pass the downloaded folder as --reflogp.model")
-            if revision not in (None, "main"):
-                self._model = str(resolve_model(self._model, revision))
+@contextmanager
+def _stored_values(options: Options) -> Iterator[None]:
+    """Within the block, LLaMA-Factory creates no reference model, and trainers that read stored values."""
+    reference: str | None = None
 
-    def trainer(self, trainer_class: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that creates a trainer of the given class. The trainer uses stored reference log-probs."""
+    def create_ref_model(model_args: Any, finetuning_args: Any, **kwargs: Any) -> None:
+        nonlocal reference
+        reference = _reference_of(model_args, finetuning_args, options)
 
-        def make(*args: Any, **kwargs: Any) -> Any:
-            if self._model is None:
-                self.refuse()
-            return trainer_class(*args, options=self._options, reference=self._model, **kwargs)
+    def creates(trainer_class: Callable[..., Any]) -> Callable[..., Any]:
+        def create(*args: Any, **kwargs: Any) -> Any:
+            return refuse() if reference is None else trainer_class(*args, options=options, reference=reference, **kwargs)
 
-        return make
+        return create
 
-    def refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise UsageError("this run uses no stored values, because it needs none: start it with llamafactory-cli")
+
+    train = llamafactory.train
+    with ExitStack() as patches:
+        for owner, name, replacement in (
+            (train.dpo.workflow, "create_ref_model", create_ref_model),
+            (train.kto.workflow, "create_ref_model", create_ref_model),
+            (train.dpo.trainer, "CustomDPOTrainer", creates(StoredDPOTrainer)),
+            (train.kto.workflow, "CustomKTOTrainer", creates(StoredKTOTrainer)),
+            # The launcher passes its __file__ to torchrun, whose processes then run this module.
+            (llamafactory.launcher, "__file__", __file__),
+            *((train.tuner, f"run_{stage}", refuse) for stage in ("pt", "sft", "rm", "ppo")),
+        ):
+            patches.enter_context(mock.patch.object(owner, name, replacement))
+        yield
 
 
 def main() -> None:
@@ -142,18 +147,7 @@ def main() -> None:
     if not is_process and sys.argv[1:2] != ["train"]:
         raise UsageError("add `train FILE.yaml` after the options, as for llamafactory-cli")
     give_to_processes(options)
-    replacements, train = Replacements(options), llamafactory.train
-    with ExitStack() as patches:
-        for owner, name, replacement in (
-            (train.dpo.workflow, "create_ref_model", replacements.create_ref_model),
-            (train.kto.workflow, "create_ref_model", replacements.create_ref_model),
-            (train.dpo.trainer, "CustomDPOTrainer", replacements.trainer(StoredDPOTrainer)),
-            (train.kto.workflow, "CustomKTOTrainer", replacements.trainer(StoredKTOTrainer)),
-            # The launcher passes its __file__ to torchrun, whose processes then run this module.
-            (llamafactory.launcher, "__file__", __file__),
-            *((train.tuner, f"run_{stage}", replacements.refuse) for stage in ("pt", "sft", "rm", "ppo")),
-        ):
-            patches.enter_context(mock.patch.object(owner, name, replacement))
+    with _stored_values(options):
         if is_process:
             llamafactory.train.tuner.run_exp()
         else:

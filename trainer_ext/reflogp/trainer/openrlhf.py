@@ -9,6 +9,8 @@ Actor, which creates the models, and DPOTrainer. Any launcher can start this mod
 
 from __future__ import annotations
 
+import functools
+import itertools
 import runpy
 import sys
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ from openrlhf.trainer.dpo_trainer import DPOTrainer
 from reflogp.trainer.batch import IGNORED, BatchReference, Row
 from reflogp.trainer.gate import STARTS_ELSEWHERE, StepZero, compare, write_record
 from reflogp.trainer.options import Options, read_options, warn_if_untested
+from reflogp.trainer.ranks import on_all_ranks
 
 _MODULE = "openrlhf.cli.train_dpo"
 #: Dict from each value of --ds.param_dtype to reflogp's name of this dtype.
@@ -46,16 +49,7 @@ class StoredReferenceSlot:
 
 
 class CachedReferenceDPOTrainer(DPOTrainer):
-    """OpenRLHF's DPOTrainer, with reference log-probs from a store or a service.
-
-    The constructor takes the arguments of DPOTrainer and these:
-
-    Args:
-        ref_model: a StoredReferenceSlot with the path of the reference model.
-        options: reflogp's options.
-
-    Raises the errors of BatchReference and, in training, StepZeroError.
-    """
+    """OpenRLHF's DPOTrainer, with reference log-probs from a store or a service, as reflogp's options say."""
 
     def __init__(
         self,
@@ -71,11 +65,12 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         **kwargs: Any,
     ) -> None:
         loaders = {"train": train_dataloader, "eval": eval_dataloader}
-        rows = {name: RewardRows(loader.dataset) for name, loader in loaders.items() if loader is not None}
+        datasets = {name: loader.dataset for name, loader in loaders.items() if loader is not None}
         self._folder = strategy.args.ckpt.output_dir
         self._dtype = _DTYPES[strategy.args.ds.param_dtype]
         # Looked up before wandb or TensorBoard start, so that a run without values does not appear there.
-        self._stored = BatchReference(options.reference(), rows, self._folder, ref_model.path, self._dtype)
+        asked = options.reference(), datasets, reward_rows, self._folder, ref_model.path, self._dtype
+        self._stored = on_all_ranks("looking up the datasets", lambda: BatchReference(*asked))
         self._skipped = STARTS_ELSEWHERE if options.policy_starts_elsewhere else ""
         self._has_begun = False
         loaders_given = (train_dataloader, eval_dataloader)
@@ -115,41 +110,14 @@ class CachedReferenceDPOTrainer(DPOTrainer):
             step_zero.require()
 
 
-class RewardRows:
-    """The rows of OpenRLHF's RewardDataset, as its data loader reads them: the tokens of the chosen and of the rejected
+def reward_rows(dataset: Any) -> Iterator[Row]:
+    """Return the rows of OpenRLHF's RewardDataset, as its data loader reads them: the tokens of the chosen and of the rejected
     sequence, each truncated and ending with EOS, and the number of prompt tokens, which OpenRLHF counts by tokenizing the
     prompt alone."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __iter__(self) -> Iterator[Row]:
-        for row in range(len(self)):
-            chosen, chosen_mask, rejected, rejected_mask, prompt_length = self._dataset[row]
-            sides = (ids[mask.bool()] for ids, mask in ((chosen, chosen_mask), (rejected, rejected_mask)))
-            yield [(ids.numpy(), ids.masked_fill(torch.arange(len(ids)) < prompt_length, IGNORED).numpy()) for ids in sides]
-
-
-class Launch:
-    """Replacements for Actor and DPOTrainer in `openrlhf.cli.train_dpo`."""
-
-    def __init__(self, options: Options) -> None:
-        self._options = options
-        self._actor = openrlhf.models.Actor
-        self._policy_is_made = False
-
-    def actor(self, model: str, *args: Any, **kwargs: Any) -> Any:
-        """Create the policy on the first call. The second call would create the reference model: remember only its path."""
-        if self._policy_is_made:
-            return StoredReferenceSlot(model)
-        self._policy_is_made = True
-        return self._actor(model, *args, **kwargs)
-
-    def trainer(self, *args: Any, **kwargs: Any) -> CachedReferenceDPOTrainer:
-        return CachedReferenceDPOTrainer(*args, options=self._options, **kwargs)
+    for number in range(len(dataset)):
+        chosen, chosen_mask, rejected, rejected_mask, prompt_length = dataset[number]
+        sides = (ids[mask.bool()] for ids, mask in ((chosen, chosen_mask), (rejected, rejected_mask)))
+        yield [(ids.numpy(), ids.masked_fill(torch.arange(len(ids)) < prompt_length, IGNORED).numpy()) for ids in sides]
 
 
 def main() -> None:
@@ -157,10 +125,16 @@ def main() -> None:
     command = "python -m reflogp.trainer.openrlhf"
     options, sys.argv[1:] = read_options(command, sys.argv[1:], f"All other arguments are those of {_MODULE}.")
     warn_if_untested("openrlhf", "0.11")
-    launch = Launch(options)
+    create, policies = openrlhf.models.Actor, itertools.count()
+
+    def actor(model: str, *args: Any, **kwargs: Any) -> Any:
+        """Create the policy on the first call. The second call would create the reference model: remember only its path."""
+        return StoredReferenceSlot(model) if next(policies) else create(model, *args, **kwargs)
+
+    trainer = functools.partial(CachedReferenceDPOTrainer, options=options)
     with (
-        mock.patch.object(openrlhf.models, "Actor", launch.actor),
-        mock.patch.object(openrlhf.trainer.dpo_trainer, "DPOTrainer", launch.trainer),
+        mock.patch.object(openrlhf.models, "Actor", actor),
+        mock.patch.object(openrlhf.trainer.dpo_trainer, "DPOTrainer", trainer),
     ):
         runpy.run_module(_MODULE, run_name="__main__", alter_sys=True)
 

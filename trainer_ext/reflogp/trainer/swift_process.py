@@ -30,26 +30,18 @@ from reflogp.trainer.options import Options, read_options  # noqa: E402
 _NOT_SUPPORTED = {"packing": 0, "padding_free": 0, "sequence_parallel_size": 1, "reference_free": 0, "use_ray": 0}
 
 
-class EncodedRows:
-    """The rows of an ms-swift dataset, which encodes each row when the row is read.
+def encoded_rows(dataset: Any) -> Iterator[Row]:
+    """Return the rows of an ms-swift dataset, which encodes each row when the row is read.
 
     A row has one sequence in the columns that begin with `chosen_`, and another in the columns that begin with `rejected_`. For
     KTO, the `chosen_` sequence is the row's own prompt and completion, whatever the row's label. The `rejected_` sequence is
     the row's prompt with the completion of another row, and is used for the KL term.
     """
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-        refuse_media(getattr(dataset, "dataset", None), ("images", "videos", "audios"))  # of a LazyLLMDataset
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __iter__(self) -> Iterator[Row]:
-        for number in range(len(self)):
-            row = self._dataset[number]
-            sides = [side for side in ("chosen", "rejected") if f"{side}_input_ids" in row]
-            yield [(row[f"{side}_input_ids"], row[f"{side}_labels"]) for side in sides]
+    refuse_media(getattr(dataset, "dataset", None), ("images", "videos", "audios"))  # of a LazyLLMDataset
+    for number in range(len(dataset)):
+        row = dataset[number]
+        sides = [side for side in ("chosen", "rejected") if f"{side}_input_ids" in row]
+        yield [(row[f"{side}_input_ids"], row[f"{side}_labels"]) for side in sides]
 
 
 class _Stored(BatchReferenceMixin):
@@ -64,7 +56,7 @@ class _Stored(BatchReferenceMixin):
         self, model: Any = None, ref_model: Any = None, *args: Any, options: Options, folder: str | None, **kwargs: Any
     ) -> None:
         super().__init__(model, None, *args, **kwargs)
-        self.use_stored_reference(options, folder, EncodedRows)
+        self.use_stored_reference(options, folder, encoded_rows)
 
     def _sums(self, batch: dict[str, Any], prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
         ids = batch[f"{prefix}input_ids"]
@@ -80,13 +72,8 @@ class StoredDPOTrainer(_Stored, DPOTrainer):
     def compute_ref_log_probs(self, batch: dict[str, Any]) -> Any:
         """Return the sums of the stored log-probs of a batch's completions, as two float32 tensors of shape (pairs,): one for
         the chosen completions, and one for the rejected completions."""
-        sums, tokens = self._sums(batch, "")
-
-        def policy() -> torch.Tensor:
-            with self.policy_as_reference(self.model):
-                return torch.cat(super(StoredDPOTrainer, self).compute_ref_log_probs(batch))
-
-        self.compare_first_batch(policy, sums, tokens)
+        (sums, tokens), own = self._sums(batch, ""), super().compute_ref_log_probs
+        self.compare_first_batch(self.model, lambda: torch.cat(own(batch)), sums, tokens)
         return sums.chunk(2)
 
 
@@ -104,48 +91,25 @@ class StoredKTOTrainer(_Stored, KTOTrainer):
             tokens.append(kl_tokens)
 
         def policy() -> torch.Tensor:
-            with self.policy_as_reference(model):
-                chosen, rejected, _, _, kl = self.forward(model, batch)[:5]
+            chosen, rejected, _, _, kl = self.forward(model, batch)[:5]
             return torch.cat([chosen, rejected, *([kl] if self.calculate_KL else [])])
 
-        self.compare_first_batch(policy, torch.cat(sums), torch.cat(tokens))
+        self.compare_first_batch(model, policy, torch.cat(sums), torch.cat(tokens))
         return super().get_batch_loss_metrics(model, {**batch, **given})
 
 
-class Replacements:
-    """Replacements for the functions of ms-swift that load the reference model and choose the trainer."""
-
-    def __init__(self, options: Options) -> None:
-        self._options = options
-
-    def prepare_single_model(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `prepare`, the ms-swift function that loads a model, in a function that returns None instead of loading the
-        reference model."""
-
-        def prepared(pipeline: Any, key: str, *args: Any, **kwargs: Any) -> Any:
-            if key == "ref":
-                _trainer_of(pipeline.args)
-                return None
-            return prepare(pipeline, key, *args, **kwargs)
-
-        return prepared
-
-    def trainer(self, args: Any) -> Callable[..., Any]:
-        """Return a function that creates the DPO or KTO trainer that ms-swift's arguments select."""
-        return functools.partial(_trainer_of(args), options=self._options, folder=self._reference(args))
-
-    def _reference(self, args: Any) -> str | None:
-        """Return the folder of the model that ms-swift would load as the reference, or None if reflogp's options name it."""
-        if self._options.model:
-            return None
-        if args.ref_adapters:
-            raise UsageError("with ref_adapters, the reference is not ref_model alone: name it with --reflogp.model")
-        same_revision = args.ref_model_revision in (None, getattr(args, "model_revision", None))
-        if args.ref_model in (None, args.model) and same_revision:
-            return str(args.model_dir)
-        name = args.ref_model or args.model
-        hub = {"download_model": True, "use_hf": args.use_hf, "hub_token": args.hub_token}
-        return str(safe_snapshot_download(model_id_or_path=name, revision=args.ref_model_revision, **hub))
+def _reference_of(args: Any, options: Options) -> str | None:
+    """Return the folder of the model that ms-swift would load as the reference, or None if reflogp's options name it."""
+    if options.model:
+        return None
+    if args.ref_adapters:
+        raise UsageError("with ref_adapters, the reference is not ref_model alone: name it with --reflogp.model")
+    same_revision = args.ref_model_revision in (None, getattr(args, "model_revision", None))
+    if args.ref_model in (None, args.model) and same_revision:
+        return str(args.model_dir)
+    name = args.ref_model or args.model
+    hub = {"download_model": True, "use_hf": args.use_hf, "hub_token": args.hub_token}
+    return str(safe_snapshot_download(model_id_or_path=name, revision=args.ref_model_revision, **hub))
 
 
 def _trainer_of(args: Any) -> type:
@@ -163,11 +127,20 @@ def _trainer_of(args: Any) -> type:
 def main() -> None:
     """Run ms-swift's pipeline with the options of the command that started this process."""
     options, sys.argv[1:] = read_options("reflogp.trainer.swift_process", sys.argv[1:], "")
-    replacements = Replacements(options)
-    prepare = replacements.prepare_single_model(SwiftRLHF._prepare_single_model)
+    prepare = SwiftRLHF._prepare_single_model
+
+    def prepare_policy(pipeline: Any, key: str, *args: Any, **kwargs: Any) -> Any:
+        if key == "ref":
+            _trainer_of(pipeline.args)
+            return None
+        return prepare(pipeline, key, *args, **kwargs)
+
+    def trainer(args: Any) -> Callable[..., Any]:
+        return functools.partial(_trainer_of(args), options=options, folder=_reference_of(args, options))
+
     with (
-        mock.patch.object(SwiftRLHF, "_prepare_single_model", prepare),
-        mock.patch.object(TrainerFactory, "get_trainer_cls", replacements.trainer),
+        mock.patch.object(SwiftRLHF, "_prepare_single_model", prepare_policy),
+        mock.patch.object(TrainerFactory, "get_trainer_cls", trainer),
     ):
         rlhf_main()
 
