@@ -46,20 +46,15 @@ class BatchReference:
     `on_all_ranks`.
 
     Args:
-        reference: where the values are stored. Files from `reflogp join` cannot be used, because they contain only sums.
         datasets: every tokenized dataset that the trainer will use, by name: {"train": …, "eval": …}.
         rows_of: function that returns the rows of one of the datasets.
         output_dir: folder in which to write sequences without values, as reflogp-missing.parquet.
         model: the model that the framework would load as its reference, used if `reference` names none.
-        policy_dtype: dtype in which the policy computes.
 
     Raises:
         MissingLogpsError: some rows have no stored values; the error names these rows and the command that scores them.
         UnusableLogpsError: values are damaged, NaN or infinite.
-        UsageError: the source cannot be used.
-
-    Attributes:
-        joins: dict from each dataset's name to a JoinRecord, which says where the dataset's values come from.
+        UsageError: the source cannot be used, such as files from `reflogp join`, which contain only sums.
     """
 
     def __init__(
@@ -155,24 +150,12 @@ class BatchReferenceMixin(GateMixin):
 
     A trainer class has this mixin and the framework's trainer as base classes, in this order. It calls `use_stored_reference`
     at the end of its constructor, and overrides the method in which the framework runs its reference model.
-
-    Attributes:
-        ref_model: the BatchReference that supplies the stored values.
-        joins, step_zero: see `reflogp.trainer.CachedReferenceMixin`.
     """
 
     ref_model: Any
 
     def use_stored_reference(self, options: Options, model: str | None, rows_of: Callable[[Any], Iterable[Row]]) -> None:
-        """Look up the values for all datasets.
-
-        Args:
-            options: reflogp's options.
-            model: the model that the framework would load as its reference.
-            rows_of: function that returns the rows of one of the framework's datasets.
-
-        Raises the errors of BatchReference.
-        """
+        """Look up the values for all datasets: `ref_model` becomes a BatchReference."""
         policy = self.accelerator.unwrap_model(self.model)
         evaluated = self.eval_dataset
         datasets = {"train": self.train_dataset}
@@ -193,9 +176,8 @@ class BatchReferenceMixin(GateMixin):
         method for every batch.
 
         Args:
-            model: the policy.
             policy: function that returns the sums that the framework's code for the reference model computes. While it runs,
-                the policy takes that model's place, without dropout and gradients.
+                the policy (`model`) takes that model's place, without dropout and gradients.
         """
 
         def sums() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

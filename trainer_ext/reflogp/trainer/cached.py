@@ -50,11 +50,8 @@ if Version(trl.__version__) < Version("1.8.0.dev0"):
 
 
 class NoReferenceModel:
-    """Takes the place of TRL's reference model. Any use as a model raises an error.
-
-    If a trainer's ref_model is None, TRL's `evaluate` rejects new datasets after the first step, because TRL would compute the
-    reference log-probs with the trained policy.
-    """
+    """Takes the place of TRL's reference model. If a trainer's ref_model is None, TRL's `evaluate` rejects new datasets after
+    the first step, because TRL would compute the reference log-probs with the trained policy."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError("this run has no reference model, because it uses stored reference log-probs")
@@ -140,7 +137,7 @@ class CachedReferenceMixin(GateMixin):
     def _joined(self, dataset: Any, name: str) -> Any:
         if isinstance(dataset, dict):
             return {name: self._joined(part, name) for name, part in dataset.items()}
-        if dataset is None or (self._is_built and reference_columns(dataset.column_names)):
+        if dataset is None or (self._is_built and reference_columns(dataset.column_names or ())):
             return dataset
         return self._precompute_ref_logps(dataset, name, 0)
 
@@ -148,7 +145,7 @@ class CachedReferenceMixin(GateMixin):
         """Join the datasets of a constructed trainer, and make TRL's loss read the reference columns. Raise one error about
         all rows without values."""
         if hasattr(self, "liger_loss"):
-            raise UsageError("TRL below 1.15 computes Liger's loss with a reference model: set use_liger_kernel to False")
+            raise UsageError("this version of TRL computes Liger's loss with a reference model: set use_liger_kernel to False")
         if joins:
             self.train_dataset = self._joined(self.train_dataset, "train")
             self.eval_dataset = self._joined(self.eval_dataset, "eval")
@@ -368,11 +365,7 @@ def patch(trainer: Any, reference: Reference | str, policy_starts_at_reference: 
 
 @contextmanager
 def no_reference_model(trainer_class: type, policies: int) -> Iterator[None]:
-    """Within the block, keep TRL from loading a reference model.
-
-    Args:
-        policies: number of models that TRL may load within the block: 1 if the policy is given as a path.
-    """
+    """Within the block, TRL loads the policy if it is given as a path (`policies` is 1), and no reference model."""
     loads_left = policies
 
     def policy_only(create: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,13 +1,4 @@
-"""Define the errors of the trainer extension, which are all subclasses of the store's ReflogpError.
-
-ReflogpError (reflogp.store.errors)
-└── ReferenceLogpsError          a training run's reference log-probs are missing or cannot be trusted
-    ├── MissingLogpsError        rows have sequences without stored values
-    ├── UnusableLogpsError       rows have values that are damaged or not finite
-    ├── StepZeroError            before the first step, the policy's log-probs differ from the reference's
-    ├── ReferenceChangedError    a service no longer serves the run's reference model
-    └── RankFailedError          another process of a distributed run failed
-"""
+"""The errors of the trainer extension."""
 
 from __future__ import annotations
 

@@ -33,21 +33,8 @@ STARTS_ELSEWHERE = "not compared: the policy does not start from the reference's
 PER_ROOT_TOKEN = {"float32": (1e-3, 5e-3), "float16": (0.02, 0.06), "bfloat16": (0.1, 0.3)}
 #: Measured mean of |difference| between a completion's sums in a dtype and in a finer one, in nats (docs/trainer.md).
 _APART_ON_AVERAGE = {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.1}
-_PACKAGES = (
-    "reflogp",
-    "torch",
-    "transformers",
-    "accelerate",
-    "trl",
-    "peft",
-    "deepspeed",
-    "openrlhf",
-    "llamafactory",
-    "ms-swift",
-    "axolotl",
-    "unsloth",
-)
-
+_LIBRARIES = ("reflogp", "torch", "transformers", "accelerate", "trl", "peft", "deepspeed")
+_FRAMEWORKS = ("openrlhf", "llamafactory", "ms-swift", "axolotl", "unsloth")
 #: Base class of the trainers' mixins: `object` at run time, or any trainer for type checkers.
 _AnyTrainer: Any = object
 
@@ -102,31 +89,19 @@ class StepZero:
 
 
 class GateMixin(_AnyTrainer):
-    """Mixin of trainers that are derived from transformers' Trainer: compares a run's first batch, and writes the record.
-
-    Attributes:
-        joins: dict from each dataset's name to its JoinRecord.
-        starts_at_reference: whether the policy starts from the reference's weights. If not, nothing is compared.
-        outcome: the comparison's result, or the reason why there was none; None before the first batch.
-    """
+    """Mixin of trainers that are derived from transformers' Trainer: compares a run's first batch, and writes the record."""
 
     joins: dict[str, Any]
     starts_at_reference: bool
-    outcome: StepZero | str | None = None
+    outcome: StepZero | str | None = None  # of the comparison, or the reason why there was none; None before the first batch
 
     @property
     def step_zero(self) -> StepZero | None:
         return self.outcome if isinstance(self.outcome, StepZero) else None
 
     def check_first_batch(self, sums: Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]], **more: Any) -> None:
-        """Before a run's first step, compare its first batch. Subclasses call this method for every batch.
-
-        Args:
-            sums: function that returns the first three arguments of `compare`.
-            more: see `write_record`.
-
-        Raises StepZeroError if a difference exceeds the tolerance.
-        """
+        """Before a run's first step, compare its first batch: `sums` returns the first three arguments of `compare`. Subclasses
+        call this method for every batch. Raises StepZeroError if a difference exceeds the tolerance."""
         if self.outcome is None:
             if self.state.global_step:
                 self.outcome = f"not compared: the run was resumed at step {self.state.global_step}"
@@ -151,9 +126,6 @@ def compare(
             accelerate makes this dtype bfloat16, whose steps at -100 are 0.5 nats wide.
         reference: the reference's sums, shape (n,).
         tokens: number of tokens in each sum, shape (n,). Sums over no token are not compared.
-        reference_dtype: dtype in which the reference log-probs were computed.
-        policy_dtype: dtype in which the policy computes; see `computes_in`.
-        config: the policy's config.
     """
     rounding = torch.finfo(policy.dtype).eps / 2
     sums, stored, counts = (values.detach().cpu().double() for values in (policy, reference, tokens))
@@ -187,11 +159,7 @@ def tolerance(dtype: str, moe: bool) -> float:
 
 
 def warn_of_other_dtype(reference_dtype: str, policy_dtype: str, command: str) -> None:
-    """Warn, on the run's first process, if the reference log-probs and the policy are computed in different dtypes.
-
-    Args:
-        command: command that scores the data in the policy's dtype.
-    """
+    """Warn, on the run's first process, if the dtypes differ. `command` scores the data in the policy's dtype."""
     if reference_dtype != policy_dtype and rank() == 0:
         apart = max(_APART_ON_AVERAGE[_products(dtype)] for dtype in (reference_dtype, policy_dtype))
         warnings.warn(
@@ -203,22 +171,13 @@ def warn_of_other_dtype(reference_dtype: str, policy_dtype: str, command: str) -
 
 
 def computes_in(model: torch.nn.Module, accelerator: Any) -> str:
-    """Return the name of the dtype in which a policy computes, spelled as in `reflogp score --dtype`.
+    """Return the name of the dtype in which an unwrapped policy computes, spelled as in `reflogp score --dtype`.
 
-    Args:
-        model: the policy, unwrapped.
-        accelerator: the trainer's Accelerator. Its mixed precision comes from bf16=, fp16=, `accelerate launch
-            --mixed_precision` or DeepSpeed's settings. If `accelerator` is None, the dtype of the weights is returned.
-
-    Returns:
-        "bfloat16-autocast" for float32 weights under torch.autocast (accelerate's mixed precision, which TRL enables by
-        default), and "bfloat16" if the weights are bfloat16 during the forward pass. The weights are bfloat16 in a bfloat16
-        policy (with or without autocast), under DeepSpeed with bf16, and under FSDP with FSDP's mixed precision. The names for
-        float16 are analogous. Without mixed precision, the result is the dtype of the weights.
+    It is "bfloat16-autocast" for float32 weights under torch.autocast (accelerate's mixed precision, which TRL enables by
+    default), and "bfloat16" if the weights are bfloat16 during the forward pass: in a bfloat16 policy (with or without
+    autocast), under DeepSpeed with bf16, and under FSDP with FSDP's mixed precision. The names for float16 are analogous.
     """
     weights = str(getattr(model, "dtype", torch.float32)).removeprefix("torch.")
-    if accelerator is None:
-        return weights
     if str(accelerator.distributed_type).endswith("DEEPSPEED"):
         own = accelerator.state.deepspeed_plugin.deepspeed_config.get("torch_autocast") or {}
         if own.get("enabled") and weights == "float32":
@@ -243,13 +202,7 @@ def is_moe(config: Any) -> bool:
 
 
 def write_record(folder: str | Path, joins: Mapping[str, Any], step_zero: StepZero | str, **more: Any) -> None:
-    """Write what a run is trained on to `folder`/reflogp.json, on the run's first process. If it cannot be written, warn.
-
-    Args:
-        joins: dict from each dataset's name to its JoinRecord.
-        step_zero: the comparison of the first batch, or the reason why there was none.
-        more: further entries, which JSON can represent.
-    """
+    """Write what a run is trained on to `folder`/reflogp.json, on the run's first process. If it cannot be written, warn."""
     if rank():
         return
     compared = step_zero if isinstance(step_zero, str) else {**asdict(step_zero), "passed": step_zero.passed}
@@ -270,7 +223,7 @@ def write_record(folder: str | Path, joins: Mapping[str, Any], step_zero: StepZe
 def versions() -> dict[str, str]:
     """Return the versions of the installed packages that a run's values depend on."""
     found = {}
-    for package in _PACKAGES:
+    for package in (*_LIBRARIES, *_FRAMEWORKS):
         with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found

@@ -63,21 +63,13 @@ class JoinRecord:
 
 @dataclass(frozen=True)
 class Misses:
-    """The rows of one dataset that have no values.
-
-    Attributes:
-        dataset: name of the dataset.
-        rows: indices of the rows without values, int64 of shape (n,).
-        of: number of rows in the dataset or, for a stream, number of rows read so far.
-        tokens: the missing rows' token ids, for `reflogp score`. None for rows with images, of which token ids are not enough.
-        only_kl: whether the rows have values for their own completions, but not for those of KTO's KL term.
-    """
+    """The rows of one dataset that have no values: their indices, and their token ids for `reflogp score`."""
 
     dataset: str
     rows: npt.NDArray[np.int64]
-    of: int
-    tokens: pa.Table | None
-    only_kl: bool = False
+    of: int  # number of the dataset's rows or, for a stream, of the rows read so far
+    tokens: pa.Table | None  # None for rows with images, of which token ids are not enough
+    only_kl: bool = False  # the rows have values for their own completions, but not for those of KTO's KL term
 
 
 def join_reference_logps(
@@ -132,11 +124,8 @@ def join_reference_logps(
 def look_up(
     dataset: Dataset, source: Reference, values: Values, settings: TrainerSettings, name: str
 ) -> tuple[Values, Join, int]:
-    """Look up every row of a tokenized dataset, and have the service score the missing rows if `source` says so.
-
-    Returns:
-        A tuple of the Values that were read (those of a newer snapshot if the service scored rows), the Join, and the number of
-        rows that the service scored.
+    """Look up every row of a tokenized dataset, and have the service score the missing rows if `source` says so. Return the
+    Values that were read (of a newer snapshot if the service scored rows), the Join, and the number of scored rows.
 
     Raises UnusableLogpsError if stored values are damaged or not finite.
     """
@@ -168,7 +157,6 @@ def look_up(
 
 
 def misses_of(dataset: Dataset, name: str, join: Join, with_tokens: bool = True) -> Misses:
-    """Return the rows of a tokenized dataset for which a join found no values."""
     rows = np.flatnonzero(join.missing)
     own = next(iter(join.logps.values()))  # NaN for rows whose own completion has no value
     only_kl = KL_IDS in dataset.column_names and bool(np.isfinite(own[rows]).all())
@@ -176,16 +164,15 @@ def misses_of(dataset: Dataset, name: str, join: Join, with_tokens: bool = True)
 
 
 def token_table(dataset: Dataset, rows: npt.NDArray[np.int64]) -> pa.Table:
-    """Return the token ids of the given rows, in the columns that `reflogp score` reads."""
     return _token_columns(dataset).select(rows)[:]
 
 
 def missing_error(misses: Sequence[Misses], values: Values, settings: TrainerSettings, folder: Path) -> MissingLogpsError:
     """Return a single error about the missing rows of all datasets, and write the rows' token ids to a file in `folder`, for
     the command that scores them."""
-    tables = [part.tokens for part in misses if part.tokens is not None]
-    file = folder / "reflogp-missing.parquet" if tables else Path("DATA")
-    if tables:
+    file = Path("DATA")
+    if tables := [part.tokens for part in misses if part.tokens is not None]:
+        file = folder / "reflogp-missing.parquet"
         with write_atomically(file) as partial:
             pq.write_table(pa.concat_tables(tables, promote_options="permissive"), partial)
     where = values.where
@@ -228,14 +215,8 @@ def with_columns(dataset: Dataset, columns: dict[str, npt.NDArray[np.float32]]) 
 def join_stream(
     dataset: IterableDataset, source: Reference, values: Values, settings: TrainerSettings, name: str, folder: Path
 ) -> IterableDataset:
-    """Return a stream that adds reference columns as its rows are read, in batches of a few hundred rows.
-
-    Args:
-        values: the values to join, as returned by `Reference.open`. They are opened before the stream is read, because the
-            deltalake library cannot open a table in the forked worker processes of a data loader.
-        name: the dataset's name, for error messages.
-        folder: folder in which to write rows without values.
-    """
+    """Return a stream that adds reference columns as its rows are read. `values` are opened before, because the deltalake
+    library cannot open a table in the forked worker processes of a data loader."""
 
     def join(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, Any]:
         nonlocal values
@@ -251,12 +232,10 @@ def join_stream(
 
 
 def reference_columns(names: Iterable[str]) -> list[str]:
-    """Return the names of reference columns among the given column names."""
     return [name for name in names if name in REFERENCE_COLUMNS]
 
 
 def some_rows(rows: npt.NDArray[np.int64]) -> str:
-    """Return the first few row numbers as text for a message."""
     return ", ".join(str(row) for row in rows[:_NAMED_ROWS]) + (", …" if len(rows) > _NAMED_ROWS else "")
 
 

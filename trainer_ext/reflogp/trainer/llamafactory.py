@@ -35,12 +35,7 @@ _MEANS = ("ipo",)
 
 
 class _Stored(BatchReferenceMixin):
-    """The code that the DPO and KTO trainers share.
-
-    Args:
-        options: reflogp's options.
-        reference: the model that LLaMA-Factory would load as its reference.
-    """
+    """The code that the DPO and KTO trainers share. `reference` is the model that LLaMA-Factory would load."""
 
     _sequence_columns: tuple[tuple[str, str], ...]
 

@@ -46,21 +46,13 @@ _SEQUENCES_AT_ONCE = 1024
 
 @dataclass(frozen=True, eq=False)
 class PaddedBatch:
-    """A batch of prompt and completion tokens, possibly padded on both sides, with a description of which log-probs are needed.
+    """A batch of prompt and completion tokens, possibly padded on both sides, and which log-probs are needed."""
 
-    Attributes:
-        input_ids: token ids, shape (rows, width).
-        attention_mask: 0 at padding and 1 at all other tokens, shape (rows, width).
-        completion: number of columns at the right that need log-probs. If this is the width, a row's first token needs none.
-        temperature: value by which logits are divided.
-        at_padding: whether log-probs are also needed for the completion's padding.
-    """
-
-    input_ids: Ids
-    attention_mask: Ids
-    completion: int
+    input_ids: Ids  # shape (rows, width)
+    attention_mask: Ids  # 0 at padding and 1 at all other tokens, shape (rows, width)
+    completion: int  # number of columns at the right that need log-probs. If this is the width, a row's first token needs none
     temperature: float = 1.0
-    at_padding: bool = False
+    at_padding: bool = False  # whether log-probs are also needed for the completion's padding
 
     @classmethod
     def of(cls, input_ids: Any, attention_mask: Any, completion: int, **more: Any) -> PaddedBatch:
@@ -114,19 +106,13 @@ class PaddedBatch:
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """The sequence to score for one row of a batch.
-
-    Attributes:
-        row, start: the row's index in the batch, and the column of the first token to score.
-        prompt_ids, completion_ids: token ids of the sequence, of shape (n,) and (m,).
-        attention_mask: mask of the prompt and the completion, shape (n + m,), or None if the sequence contains no padding.
-    """
+    """The sequence to score for one row of a batch."""
 
     row: int
-    start: int
-    prompt_ids: Ids
-    completion_ids: Ids
-    attention_mask: Ids | None = None
+    start: int  # column of the first token to score
+    prompt_ids: Ids  # shape (n,)
+    completion_ids: Ids  # shape (m,)
+    attention_mask: Ids | None = None  # shape (n + m,); None if the sequence contains no padding
 
 
 @dataclass

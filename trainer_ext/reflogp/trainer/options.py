@@ -19,8 +19,9 @@ from reflogp.trainer.reference import Reference
 _FOR_PROCESSES = "REFLOGP_TRAIN_OPTIONS"
 
 
-def _option(default: Any, description: str) -> Any:
-    return field(default=default, metadata={"description": description})
+def _option(default: Any, description: str, **how: Any) -> Any:
+    """Return a field, whose metadata are the arguments of `add_argument`."""
+    return field(default=default, metadata={"help": description, "default": default, **how})
 
 
 @dataclass(frozen=True)
@@ -29,23 +30,25 @@ class Options:
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
-    store: str = field(metadata={"description": "a store (folder, s3://…) or a running service (http://…)"})
+    store: str = field(metadata={"help": "a store (folder, s3://…) or a running service (http://…)", "required": True})
     model: str | None = _option(
         None,
         "the reference: a folder or hub id, a reference id, or a name in the service; by default, the model that the framework "
         "would load as its reference",
     )
     dtype: str = _option("auto", "the reference's dtype; by default, that of the model's stored values")
-    snapshot: int | None = _option(None, "number of the snapshot to read; by default, the latest")
+    snapshot: int | None = _option(None, "number of the snapshot to read; by default, the latest", type=int)
     on_miss: Literal["error", "score"] = _option(
         "error",
         "what to do about rows without values: stop and show the command that scores them (error), or have the service score "
         "them (score)",
+        choices=("error", "score"),
     )
     policy_starts_elsewhere: bool = _option(
         False,
         "needed if the policy does not start from the reference's weights: its log-probs of the first batch are then not "
         "compared with the stored values",
+        action="store_true",
     )
 
     def __post_init__(self) -> None:
@@ -69,16 +72,7 @@ def read_options(command: str, words: Sequence[str], others: str) -> tuple[Optio
     """
     parser = argparse.ArgumentParser(prog=command, epilog=others, allow_abbrev=False)
     for option in dataclasses.fields(Options):
-        how: dict[str, Any] = {"dest": option.name, "help": option.metadata["description"], "default": option.default}
-        if option.name == "store":
-            how |= {"required": True, "default": None}
-        if option.name == "policy_starts_elsewhere":
-            how["action"] = "store_true"
-        if option.name == "on_miss":
-            how["choices"] = ("error", "score")
-        if option.name == "snapshot":
-            how["type"] = int
-        parser.add_argument(f"--reflogp.{option.name}", **how)
+        parser.add_argument(f"--reflogp.{option.name}", dest=option.name, **option.metadata)
     if _FOR_PROCESSES in os.environ and not any(word.startswith("--reflogp.") for word in words):
         return Options(**json.loads(os.environ[_FOR_PROCESSES])), list(words)
     options, rest = parser.parse_known_args(words)

@@ -18,7 +18,6 @@ _BEAT = 5.0
 
 
 def rank() -> int:
-    """Return the number of this process in a distributed run, or 0."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
@@ -35,15 +34,9 @@ def on_all_ranks(what: str, work: Callable[[], T]) -> T:
     """Run `work` on every process, and return this process's result once all processes have succeeded.
 
     The work may take longer than the process group's timeout (10 minutes with NCCL): it runs in a thread, while the processes
-    exchange heartbeats.
+    exchange heartbeats. It must not use collective operations.
 
-    Args:
-        what: description of the work, such as "reading the datasets". The message of a RankFailedError begins with it.
-        work: the function to run. It must not use collective operations.
-
-    Raises:
-        Exception: `work` failed on this process. The exception that `work` raised is raised again.
-        RankFailedError: `work` failed, but only on other processes.
+    Raises what `work` raised on this process, or RankFailedError if it failed only on others; the message begins with `what`.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return work()
@@ -52,13 +45,8 @@ def on_all_ranks(what: str, work: Callable[[], T]) -> T:
 
 
 def outcome_on_all_ranks(what: str, future: Future[T], on_wait: Callable[[], None] | None = None) -> T:
-    """Wait for work that has already begun on every process, then return or raise as `on_all_ranks` does.
-
-    Args:
-        what: description of the work, such as "reading the datasets". The message of a RankFailedError begins with it.
-        future: the future of this process's work.
-        on_wait: function that is called about every 5 seconds until this process's work is done.
-    """
+    """Wait for work that has already begun on every process, then return or raise as `on_all_ranks` does. Until this process's
+    work is done, call `on_wait` about every 5 seconds."""
     while True:
         wait([future], timeout=_BEAT)
         if on_wait is not None and not future.done():

@@ -104,10 +104,7 @@ class Reference:
 
     @classmethod
     def of(cls, given: Reference | str | os.PathLike[str] | None, user: str) -> Reference:
-        """Return the Reference for a trainer's argument: a Reference, or its location alone.
-
-        Raises UsageError if the argument is neither; the message begins with `user`.
-        """
+        """Return the Reference for an argument of `user`: a Reference, or its location alone."""
         if isinstance(given, cls):
             return given
         if isinstance(given, str | os.PathLike):
@@ -149,13 +146,8 @@ class Reference:
     def choose(
         self, model: str, held: Callable[[list[ReferenceModel]], list[ReferenceModel]], otherwise: str
     ) -> ReferenceModel:
-        """Choose the dtype of the values to read, as `dtype` describes.
-
-        Args:
-            model: folder or hub id of the reference model.
-            held: function that returns those of the given references whose values are at the location.
-            otherwise: dtype to choose if the choice is free: the policy's.
-        """
+        """Choose the dtype of the values to read, as `dtype` describes. `held` returns those of the given references whose
+        values are at the location; if the choice is free, `otherwise` (the policy's dtype) is chosen."""
         possible = describe_all_numerics(model)
         if self.dtype == AUTO:
             wanted = possible
@@ -185,15 +177,10 @@ class Where:
 
 
 class Values:
-    """The reference log-probs in one snapshot of a store or service, or in a file.
-
-    Attributes:
-        where: where the values come from.
-        note: why there are no values at all, for a message, or an empty string.
-    """
+    """The reference log-probs in one snapshot of a store or service, or in a file."""
 
     where: Where
-    note: str = ""
+    note: str = ""  # why there are no values at all
 
     def answer(self, asked: Asked, settings: TrainerSettings) -> Join:
         """Look up the keys of a dataset's rows, and return a Join with the sums of the rows' log-probs.
@@ -206,37 +193,23 @@ class Values:
         raise NotImplementedError
 
     def token_lists(self, keys: pa.Array) -> pa.ListArray:
-        """Return one list<float32> per key, with the log-probs of the completion's tokens.
-
-        If a key's values are missing or damaged, null takes the place of its list.
-
-        Raises UsageError if only sums are available.
-        """
+        """Return one list<float32> per key, with the log-probs of the completion's tokens, or null if its values are missing or
+        damaged. Raises UsageError if only sums are available."""
         raise NotImplementedError
 
     def command(self, data: str, settings: TrainerSettings, dtype: str | None = None) -> str:
-        """Return the command that scores `data` and adds the results to this source, or an empty string if the source is a
-        file.
-
-        Args:
-            dtype: compute dtype, or None for the dtype of these values.
-        """
+        """Return the command that scores `data` in a dtype (by default, that of these values) and adds the results to this
+        source, or an empty string if the source is a file."""
         return ""
 
 
 @dataclass
 class _Sums:
-    """The sums of the completions that some keys identify.
+    """The sums of the completions that some keys identify."""
 
-    Attributes:
-        lengths: number of tokens in each sum, -1 for a miss.
-        sums: sum of each completion's log-probs.
-        token_lists: function that returns the values of the keys at the given places, or None if there are only sums.
-    """
-
-    lengths: npt.NDArray[np.int32]
+    lengths: npt.NDArray[np.int32]  # number of tokens in each sum, -1 for a miss
     sums: npt.NDArray[np.float64]
-    token_lists: Callable[[npt.NDArray[np.int64]], pa.ListArray] | None = None
+    token_lists: Callable[[npt.NDArray[np.int64]], pa.ListArray] | None = None  # of the keys at some places, if there are any
 
     def prefix_sums(self, lengths: npt.NDArray[np.int64], /) -> npt.NDArray[np.float64]:
         sums = np.where(lengths == 0, 0.0, np.where(self.lengths == lengths, self.sums, np.nan))
@@ -352,17 +325,9 @@ class ServiceValues(Values):
         return shlex.join(words) + set_dtype
 
     def score(self, rows: pa.Table, settings: TrainerSettings, on_change: Callable[[Job], None]) -> ServiceValues:
-        """Have the service score tokenized rows in a job, and wait for the job to finish. Return a ServiceValues for the
-        snapshot with the job's results.
+        """Have the service score tokenized rows in a job, and wait for it. Return the snapshot with the job's results.
 
-        Args:
-            rows: table of token ids, with prompt_ids and the completion columns.
-            settings: the trainer's settings. The job uses those that determine which sequences are scored.
-            on_change: function that is called with the job whenever its state changes.
-
-        Raises:
-            JobFailedError: the job failed or was cancelled.
-            ServiceUnreachableError: the service remained unreachable while the client retried.
+        Raises JobFailedError, or ServiceUnreachableError if the service remained unreachable while the client retried.
         """
         with tempfile.TemporaryDirectory(prefix="reflogp-") as folder:
             file = Path(folder) / "missing.parquet"

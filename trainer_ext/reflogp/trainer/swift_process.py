@@ -45,12 +45,7 @@ def encoded_rows(dataset: Any) -> Iterator[Row]:
 
 
 class _Stored(BatchReferenceMixin):
-    """The code that the DPO and KTO trainers share.
-
-    Args:
-        options: reflogp's options.
-        folder: folder of the model that ms-swift would load as its reference.
-    """
+    """The code that the DPO and KTO trainers share. `folder` is that of the model that ms-swift would load as its reference."""
 
     def __init__(
         self, model: Any = None, ref_model: Any = None, *args: Any, options: Options, folder: str | None, **kwargs: Any

@@ -45,11 +45,6 @@ def token_rows(dataset: Dataset | IterableDataset, trainer: Any, name: str) -> D
 
     The first process on each node computes the token ids, using `dataset_num_proc` worker processes.
 
-    Args:
-        dataset: rows in the form that TRL's collator accepts.
-        trainer: a trainer whose construction is complete. Its collator creates the tokens.
-        name: the dataset's name, for error messages and the progress bar.
-
     Raises UsageError if the dataset is a stream, if the run uses a collator other than TRL's, or if the model's config does not
     name an image token. Also raises UsageError, with the row's number, if a row cannot be used or if truncation to `max_length`
     would remove tokens of a row's images.
@@ -98,13 +93,7 @@ def token_rows(dataset: Dataset | IterableDataset, trainer: Any, name: str) -> D
 
 
 class RowTokens:
-    """A callable for `datasets.map` that computes the token ids of one row.
-
-    Args:
-        collator: the run's collator, a DataCollatorForVisionPreference.
-        token: id of the model's image token.
-        name: the dataset's name, for error messages.
-    """
+    """A callable for `datasets.map` that computes the token ids of one row. `token` is the id of the model's image token."""
 
     def __init__(self, collator: Any, token: int, name: str) -> None:
         self._tokens = ImageTokens(collator.processor, token)
@@ -143,11 +132,7 @@ class RowTokens:
 
 
 class CollatorWithReference:
-    """A collator that adds the rows' reference columns (float32 of shape (rows,)) to the batches from TRL's collator.
-
-    Attributes:
-        collator: TRL's collator.
-    """
+    """A collator that adds the rows' reference columns (float32 of shape (rows,)) to the batches from TRL's collator."""
 
     def __init__(self, collator: Any) -> None:
         self.collator = collator
