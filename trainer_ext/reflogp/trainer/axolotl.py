@@ -73,14 +73,6 @@ class StoredReferencePlugin(BasePlugin):
         if not preprocess:
             _prepare(cfg)
 
-    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Raise UsageError if the trainer does not use stored values."""
-        if not isinstance(trainer, StoredReferenceMixin):
-            raise UsageError(
-                f"another plugin created the trainer ({type(trainer).__name__}), which does not use stored values: "
-                "remove that plugin or StoredReferencePlugin"
-            )
-
 
 def _no_reference_model(cfg: Any, *args: Any, **kwargs: Any) -> Any:
     """Return None if the run uses the plugin; otherwise, load the reference model with axolotl's own function."""
