@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -13,35 +14,25 @@ import torch
 from datasets import Dataset, load_dataset
 from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+from typer.testing import CliRunner
 
-from reflogp.scoring.data.read import RowSource
-from reflogp.scoring.data.tokenize import TokenizedDataset, load_tokenizer
-from reflogp.scoring.runs.pipeline import EngineScheduler
-from reflogp.scoring.runs.score import score_dataset
-from reflogp.scoring.torch_engine import TorchEngine
-from reflogp.store import Store, describe_reference
+from reflogp.cli.main import app
+from reflogp.scoring import score
+from reflogp.store import Store
 from reflogp.store.schema import shard_table
 from reflogp.trainer import CachedDPOTrainer, CachedKTOTrainer, MissingLogpsError, Reference
 from tests.conftest import write_rows
 from tests.trainer_ext.on_cpu import ON_CPU
 
 
-def score_pairs(model: Path, data: Path, store: Path, dtype: str = "float32", **options):
-    return score_dataset(
-        TokenizedDataset(RowSource(str(data)), lambda: load_tokenizer(str(model))),
-        Store(store),
-        describe_reference(str(model), dtype),
-        EngineScheduler(lambda: TorchEngine(str(model), dtype)),
-        **options,
-    )
+def score_pairs(model: Path, data: Path, store: Path, dtype: str = "float32") -> None:
+    score(str(model), str(data), store, dtype=dtype, progress=False)
 
 
 def score_missing(error: MissingLogpsError) -> None:
-    """Do what the error's command says."""
-    words = shlex.split(error.command)
-    assert words[:2] == ["reflogp", "score"]
-    options = dict(zip(words[4::2], words[5::2], strict=True))
-    score_pairs(Path(words[2]), Path(words[3]), Path(options["--store"]), options["--dtype"])
+    """Run the error's command."""
+    done = CliRunner().invoke(app, shlex.split(error.command)[1:])
+    assert done.exit_code == 0, done.exception or done.output
 
 
 def damaged_copy(store: Path, folder: Path, change) -> Path:
@@ -67,13 +58,12 @@ def data_file(pair_rows, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def stores(reference_folder, data_file, tmp_path_factory):
     """stores(dtype): a store with the pairs scored in it."""
-    made: dict[str, Path] = {}
 
+    @cache
     def of(dtype: str) -> Path:
-        if dtype not in made:
-            made[dtype] = tmp_path_factory.mktemp("store")
-            score_pairs(reference_folder, data_file, made[dtype], dtype)
-        return made[dtype]
+        store = tmp_path_factory.mktemp("store")
+        score_pairs(reference_folder, data_file, store, dtype)
+        return store
 
     return of
 

@@ -1,6 +1,8 @@
 """CachedDPOTrainer in real training runs: the same losses as TRL with a reference model, without one; and what stops a run."""
 
 import json
+from contextlib import contextmanager
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,49 +23,57 @@ def columns(trainer) -> np.ndarray:
     return np.stack([np.array(trainer.train_dataset[name]) for name in COLUMNS])
 
 
-class ForwardPasses:
-    """Every language model object whose forward pass begins, by a hook on all modules, and how often."""
+@contextmanager
+def forward_passes():
+    """Every language model whose forward pass begins, by a hook on all modules."""
+    ran = []
 
-    def __enter__(self):
-        self.of: dict[int, int] = {}
+    def note(module, args):
+        if isinstance(module, PreTrainedModel) and module.get_output_embeddings() is not None:
+            ran.append(module)
 
-        def note(module, args):
-            if isinstance(module, PreTrainedModel) and module.get_output_embeddings() is not None:
-                self.of[id(module)] = self.of.get(id(module), 0) + 1
-
-        self._handle = torch.nn.modules.module.register_module_forward_pre_hook(note)
-        return self
-
-    def __exit__(self, *exc):
-        self._handle.remove()
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(note)
+    yield ran
+    handle.remove()
 
 
 @pytest.mark.slow
-def test_twenty_steps_equal_trls_and_no_reference_model_runs(cached_trainer, trl_trainer, monkeypatch):
-    built = []
-    original = AutoModelForCausalLM.from_pretrained.__func__
-    monkeypatch.setattr(
-        AutoModelForCausalLM, "from_pretrained", classmethod(lambda cls, *a, **k: built.append(a) or original(cls, *a, **k))
-    )
+def test_twenty_steps_equal_trls_and_no_reference_model_runs(cached_trainer, trl_trainer):
     settings = {"max_steps": 20, "learning_rate": 5e-5}
-    with ForwardPasses() as ran:
+    with (
+        forward_passes() as ran,
+        mock.patch.object(AutoModelForCausalLM, "from_pretrained", wraps=AutoModelForCausalLM.from_pretrained) as load,
+    ):
         ours = cached_trainer(**settings)
         ours.train()
-    assert len(built) == 1, "one model is loaded: the policy"
-    assert list(ran.of.values()) == [20 + 1], "20 steps and the step-0 gate"
-    with ForwardPasses() as ran:
+    assert load.call_count == 1, "one model is loaded: the policy"
+    assert len(ran) == 20 + 1 and len({*map(id, ran)}) == 1, "20 steps and the step-0 gate"
+    with forward_passes() as ran:
         trl = trl_trainer(precompute_ref_log_probs=True, **settings)
         trl.train()
-    assert sum(ran.of.values()) == 20 + 80 / 4, "what TRL's reference pass costs, to show that the count counts"
+    assert len(ran) == 20 + 80 / 4, "what TRL's reference pass costs, to show that the count counts"
     assert apart(ours, trl) <= 1e-5
     assert losses(ours)[-1] != losses(ours)[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"max_length": 150, "ld_alpha": 0.4}, {"max_length": None, "ld_alpha": 0.4}], ids=str)
-def test_joined_columns_equal_trls_precomputed_ones(changes, cached_trainer, trl_trainer):
-    ours, trl = cached_trainer(**changes), trl_trainer(precompute_ref_log_probs=True, **changes)
-    assert np.abs(columns(ours) - columns(trl)).max() <= 1e-3
+def test_joined_columns_equal_trls_precomputed_ones(changes, cached_trainer, trl_trainer, dataset):
+    """One scoring serves each max_length and ld_alpha; columns that the dataset brings along are replaced."""
+    trl = trl_trainer(precompute_ref_log_probs=True, **changes)
+    brought = dataset.add_column("ref_chosen_logps", [-1.0] * 80).add_column("ref_rejected_logps", [-2.0] * 80)
+    assert np.abs(columns(cached_trainer({"train_dataset": brought}, **changes)) - columns(trl)).max() <= 1e-3
+
+
+def test_keep_end_needs_values_of_its_own(cached_trainer, trl_trainer, tmp_path, store):
+    changes = {"max_length": 32, "truncation_mode": "keep_end"}
+    with pytest.raises(MissingLogpsError, match="--truncation-mode keep_end"):
+        cached_trainer(**changes)
+    with pytest.raises(MissingLogpsError) as caught:
+        cached_trainer({"reference": tmp_path / "own"}, **changes)
+    score_missing(caught.value)
+    trl = trl_trainer(precompute_ref_log_probs=True, **changes)
+    assert np.abs(columns(cached_trainer({"reference": tmp_path / "own"}, **changes)) - columns(trl)).max() <= 1e-3
 
 
 def test_the_policy_may_be_a_path(cached_trainer, reference_folder):
@@ -119,13 +129,11 @@ def test_the_gate_stops_a_policy_that_is_not_the_reference(cached_trainer, polic
     assert told.step_zero is None and len(losses(told)) == 2
 
 
-def test_the_gate_stops_stored_values_that_were_changed(cached_trainer, store, tmp_path):
-    changed = damaged_copy(store, tmp_path / "changed", lambda values: values - 0.05)
-    with pytest.raises(StepZeroError, match="reflogp verify"):
-        cached_trainer({"reference": changed}).train()
-
-
-def test_a_value_that_is_not_finite_stops_the_run(cached_trainer, store, tmp_path):
+def test_stored_values_that_were_changed_stop_the_run(cached_trainer, store, tmp_path):
+    changed = cached_trainer({"reference": damaged_copy(store, tmp_path / "changed", lambda values: values - 0.05)})
+    for _ in range(2):  # and again when train() is called again
+        with pytest.raises(StepZeroError, match="reflogp verify"):
+            changed.train()
     bad = damaged_copy(store, tmp_path / "bad", lambda values: values * np.nan)
     with pytest.raises(UnusableLogpsError, match=r"80 of 80 rows of train .* run `reflogp store verify`"):
         cached_trainer({"reference": bad})
@@ -174,22 +182,21 @@ class TestMissingRows:
             cached_trainer({"train_dataset": Dataset.from_list(pair_rows[120:123]), "reference": few})
 
     def test_of_a_store_that_is_not_there_yet(self, cached_trainer, policy, tmp_path):
+        """As in a notebook, with the same model after the command has run."""
+        options = {"reference": tmp_path / "new", "model": policy("bfloat16")}
         with pytest.raises(MissingLogpsError, match=r"80 of 80 rows .*: there is no store at") as caught:
-            cached_trainer({"reference": tmp_path / "new", "model": policy("bfloat16")})
+            cached_trainer(options)
         assert "--dtype bfloat16" in caught.value.command, "the policy's"
         score_missing(caught.value)
-        cached_trainer({"reference": tmp_path / "new", "model": policy("bfloat16")}).train()
+        cached_trainer(options).train()
 
     def test_of_ktos_first_run(self, policy, cached_kto_trainer, reference_folder, data_file, tmp_path):
         score_pairs(reference_folder, data_file, tmp_path / "kto-store")
-        from reflogp.trainer import CachedKTOTrainer
-
-        with pytest.MonkeyPatch.context() as patched, pytest.raises(MissingLogpsError) as caught:
-            patched.setattr("tests.trainer_ext.conftest.score_missing", lambda error: None)
+        with mock.patch("tests.trainer_ext.conftest.score_missing"), pytest.raises(MissingLogpsError) as caught:
             cached_kto_trainer()
         assert "a first run always lacks values for these pairs" in str(caught.value)
         assert "chat template" not in str(caught.value)
-        assert isinstance(cached_kto_trainer(), CachedKTOTrainer)
+        assert cached_kto_trainer().joins["train"].rows
 
 
 def test_what_contradicts_a_stored_reference_is_refused(cached_trainer, policy, store):
@@ -267,14 +274,3 @@ def test_a_patch_that_fails_leaves_the_trainer_as_it_was(trl_trainer, tmp_path):
     assert type(trainer) is DPOTrainer and trainer.ref_model is not None
     with pytest.raises(UsageError, match="not a DPO or KTO trainer"):
         patch(object(), reference=tmp_path)
-
-
-def test_notebooks_construct_again_with_the_same_model(cached_trainer, policy, tmp_path):
-    model = policy()
-    with pytest.raises(MissingLogpsError) as caught:
-        cached_trainer({"model": model, "reference": tmp_path / "new"})
-    score_missing(caught.value)
-    again, fresh = cached_trainer({"model": model, "reference": tmp_path / "new"}), cached_trainer()
-    again.train()
-    fresh.train()
-    assert apart(again, fresh) <= 1e-6

@@ -6,8 +6,8 @@ import pytest
 import torch
 from trl import DPOConfig, DPOTrainer
 
-from reflogp.trainer import Reference, StepZeroError
-from reflogp.trainer.gate import compare, computes_in, tolerance
+from reflogp.trainer import Reference
+from reflogp.trainer.gate import compare, computes_in
 from tests.trainer_ext.conftest import losses, score_pairs
 
 AUTOCAST = "bfloat16-autocast"
@@ -79,28 +79,24 @@ def test_auto_is_the_policys_dtype_or_else_the_most_precise(cached_trainer, poli
     assert cached_trainer({"reference": named}).joins["train"].where.reference_dtype == AUTOCAST
 
 
-class TestComparison:
-    def seen(self, policy, reference, tokens=(100, 100), dtypes=("bfloat16", "bfloat16"), config=None):
-        return compare(torch.as_tensor(policy), torch.as_tensor(reference), torch.tensor(tokens), *dtypes, config)
+EXPERTS = type("Config", (), {"num_experts": 8})()
 
-    def test_allows_for_the_dtype_of_the_trainers_sums(self):
-        reference = torch.tensor([-784.9, -1570.3])
-        rounded = self.seen(reference.to(torch.bfloat16), reference, (10, 10))
-        assert rounded.max_difference > 0.9 and rounded.max_per_root_token == 0.0
-        assert not self.seen(reference.to(torch.bfloat16).float(), reference, (4, 4)).passed
 
-    def test_takes_the_coarser_dtypes_tolerance(self):
-        for dtypes in (("float32", "bfloat16"), ("bfloat16", AUTOCAST)):
-            assert self.seen([-50.0, -60.0], [-50.9, -60.0], dtypes=dtypes).passed
-        assert not self.seen([-50.0, -60.0], [-50.9, -60.0], dtypes=("float32", "float32")).passed
-        experts = type("Config", (), {"num_experts": 8})()
-        assert self.seen([-50.0, -60.0], [-52.5, -60.0], config=experts).tolerance == tolerance("bfloat16", True) == 0.3
-
-    def test_what_is_not_a_number(self):
-        policy = self.seen([float("nan"), -60.0], [-50.0, -60.0])
-        assert policy.passed and policy.not_finite == 1 and policy.sequences == 1
-        with pytest.raises(StepZeroError):
-            self.seen([-50.0, -60.0], [float("nan"), -60.0]).require()
-
-    def test_completions_without_tokens(self):
-        assert self.seen([0.0, 0.0], [0.0, 0.0], (0, 0)).passed
+@pytest.mark.parametrize(
+    ("policy", "reference", "tokens", "dtypes", "config", "passes"),
+    [
+        ([-784.0, -1568.0], [-784.9, -1570.3], 10, ("bfloat16", "bfloat16"), None, True),  # the trainer's sums are bfloat16
+        ([-50.0, -60.0], [-50.9, -60.0], 100, ("bfloat16", AUTOCAST), None, True),
+        ([-50.0, -60.0], [-50.9, -60.0], 100, ("float32", "bfloat16"), None, True),  # the coarser dtype's tolerance
+        ([-50.0, -60.0], [-50.9, -60.0], 100, ("float32", "float32"), None, False),
+        ([-50.0, -60.0], [-52.5, -60.0], 100, ("bfloat16", "bfloat16"), None, False),
+        ([-50.0, -60.0], [-52.5, -60.0], 100, ("bfloat16", "bfloat16"), EXPERTS, True),
+        ([float("nan"), -60.0], [-50.0, -60.0], 100, ("bfloat16", "bfloat16"), None, True),  # the policy's own concern
+        ([-50.0, -60.0], [float("nan"), -60.0], 100, ("bfloat16", "bfloat16"), None, False),
+        ([0.0, 0.0], [0.0, 0.0], 0, ("bfloat16", "bfloat16"), None, True),
+    ],
+)
+def test_what_the_gate_allows(policy, reference, tokens, dtypes, config, passes):
+    sums = torch.tensor(policy, dtype=torch.bfloat16 if policy[0] == -784.0 else torch.float32)
+    seen = compare(sums, torch.tensor(reference), torch.tensor([tokens, tokens]), *dtypes, config)
+    assert seen.passed == passes and seen.not_finite == torch.tensor(policy).isnan().sum()
