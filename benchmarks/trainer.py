@@ -193,7 +193,7 @@ def memory(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     settings["args"] = {"max_steps": 2, "max_length": 64}
     found: dict[str, Any] = {"parameters": parameters, "reference_mb": round(parameters * 4 / 1e6)}
     for name, more in (("ours", {}), ("trl", {"trl": True})):
-        _, ranks, _ = launch({**settings, **more}, folder / name, timeout=900)
+        _, ranks = launch({**settings, **more}, folder / name, timeout=900)
         found[f"{name}_peak_mb"] = [round(seen["peak_kib"] * 1024 / 1e6) for seen in ranks]
     saved = [trl - ours for trl, ours in zip(found["trl_peak_mb"], found["ours_peak_mb"], strict=True)]
     found["saved_mb"] = saved

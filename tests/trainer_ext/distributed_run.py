@@ -6,13 +6,9 @@ Settings come as JSON, what each process saw goes into JSON files. Run by tests 
 import atexit
 import json
 import os
-import random
 import resource
-import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,74 +25,28 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def launch(
-    settings: dict[str, Any],
-    folder: Path,
-    processes: int = 2,
-    timeout: float = 240,
-    check: bool = True,
-    caches: Sequence[str | None] = (None,),
-    function: str = f"{__name__}:ranks",
-) -> tuple[int, list[dict[str, Any]], str]:
-    """(exit status, what each process saw, what they printed). Kills what is not done in time, and fails.
-
-    Args:
-        processes: of each node.
-        caches: each node's cache folder; None for the usual one. As many nodes as there are of them.
-        function: what each process calls, with the settings' file.
-    """
+    settings: dict[str, Any], folder: Path, processes: int = 2, timeout: float = 240, check: bool = True
+) -> tuple[int, list[dict[str, Any]]]:
+    """(exit status, what each process saw). Kills what is not done in time, and fails."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "settings.json").write_text(json.dumps({**settings, "out": str(folder)}))
     output = folder / "output.txt"
     output.write_text("")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    warm = _warm()
-    port = port_for_a_meeting() if len(caches) > 1 else 0
-    nodes = []
-    for number, folder_of_node in enumerate(caches):
-        own = environment | ({"REFLOGP_CACHE_DIR": folder_of_node} if folder_of_node else {})
-        nodes.append(warm.start(function, [str(folder / "settings.json")], own, output, processes, number, len(caches), port))
-    until = time.monotonic() + timeout
-    try:
-        statuses = [warm.wait(node, max(0.1, until - time.monotonic())) for node in nodes]
-    except TimeoutError as error:
-        raise AssertionError(f"{error}\n{output.read_text()[-6000:]}") from error
-    finally:
-        for node in nodes:
-            warm.kill(node)
-    printed = output.read_text()
-    assert not check or not any(statuses), printed[-6000:]
-    return max(statuses), [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))], printed
+    status = _warm().run(f"{__name__}:ranks", [str(folder / "settings.json")], output, processes, timeout)
+    assert not check or not status, output.read_text()[-6000:]
+    return status, [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))]
 
 
 @cache
 def _warm() -> Warm:
     """For all runs of this process, until it ends."""
-    modules = [
-        "torch.distributed.fsdp",
-        "deepspeed",
-        "peft",
-        "transformers.models.llama.modeling_llama",
-        "trl.trainer.dpo_trainer",
-    ]
-    modules += [
-        "trl.trainer.kto_trainer",
-        "trl.experimental.online_dpo",
-        "reflogp.trainer.cached",
-        "tests.trainer_ext.online_run",
-    ]
+    modules = ["torch.distributed.fsdp", "deepspeed", "peft", "transformers.models.llama.modeling_llama"]
+    modules += ["trl.trainer.dpo_trainer", "trl.trainer.kto_trainer", "trl.experimental.online_dpo"]
+    modules += ["reflogp.trainer.cached", "tests.trainer_ext.online_run"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     warm = Warm(sys.executable, Path(__file__).resolve().parents[2], modules, environment)
     atexit.register(warm.close)
     return warm
-
-
-def port_for_a_meeting() -> int:
-    """A free port that no outgoing connection is given (those come from 32768 on, on Linux)."""
-    while True:
-        port = random.randrange(15_000, 30_000)
-        with socket.socket() as free, suppress(OSError):
-            free.bind(("localhost", port))
-            return port
 
 
 def shard_on_a_cpu(args: Any) -> None:
@@ -117,7 +67,7 @@ def shard_on_a_cpu(args: Any) -> None:
 
 
 def main(settings: dict[str, Any]) -> dict[str, Any]:
-    """Train as the settings say; gives what this process saw."""
+    """Train as the settings say; gives what this process saw. `runs` are several runs of online trainers."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
@@ -125,12 +75,14 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
 
     import reflogp.client.client
     from reflogp.trainer import CachedDPOTrainer, CachedKTOTrainer, Reference
+    from tests.trainer_ext import online_run
     from tests.trainer_ext.on_cpu import ON_CPU
 
     torch.set_num_threads(1)
+    if "runs" in settings:
+        return {"runs": [online_run.train(online_run.build(run)) for run in settings["runs"]]}
     if "away" in settings:  # seconds after which a service counts as gone; 10 minutes otherwise
         reflogp.client.client._AWAY = settings["away"]
-    rank = int(os.environ.get("RANK", "0"))
     has_images = bool(settings.get("images"))
     if has_images:
         dataset = Dataset.load_from_disk(settings["data"])
@@ -142,15 +94,9 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     if settings.get("stream"):
         dataset = dataset.to_iterable_dataset(num_shards=4)
     is_kto = settings.get("trainer") == "kto"
-    chosen = {
-        **ON_CPU,
-        "output_dir": str(Path(settings["out"]) / "run"),
-        "per_device_train_batch_size": 2,
-        "max_steps": 3,
-        **MODES[settings.get("mode", "ddp")],  # no arguments where `accelerate launch` says it all
-        **settings.get("args", {}),
-    }
-    args = (KTOConfig if is_kto else DPOConfig)(**chosen)
+    usual = {**ON_CPU, "output_dir": str(Path(settings["out"]) / "run"), "per_device_train_batch_size": 2, "max_steps": 3}
+    mode = MODES[settings.get("mode", "ddp")]  # no arguments where `accelerate launch` says it all
+    args = (KTOConfig if is_kto else DPOConfig)(**{**usual, **mode, **settings.get("args", {})})
     shard_on_a_cpu(args)
     model_class = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
     policy = model_class.from_pretrained(settings["model"], dtype=settings.get("dtype", "float32"))
@@ -176,25 +122,24 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     step_zero = getattr(trainer, "step_zero", None)
     parameters = list(trainer.model_wrapped.parameters())
     return {
-        "rank": rank,
         "dtypes_read_by_the_loss": sorted(dtypes),
         "logs": [entry for entry in trainer.state.log_history if "loss" in entry],
         "peak_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "step_zero": step_zero and {**vars(step_zero), "passed": step_zero.passed},
         "computed": {name: join.computed for name, join in getattr(trainer, "joins", {}).items()},
-        "saved": sorted(path.name for path in Path(args.output_dir).glob("checkpoint-*")),
         "distributed": trainer.accelerator.distributed_type.value,
+        "parameters": sum(p.numel() for p in parameters),
         "holds": sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in parameters),
     }
 
 
-def run(work: Callable[[dict[str, Any]], dict[str, Any]], settings_file: str) -> None:
-    """What a launched process does: `work` on the settings, and a file of what it saw or of its error."""
+def ranks(settings_file: str) -> None:
+    """What each rank calls: trains, and writes a file of what it saw or of its error."""
     given = json.loads(Path(settings_file).read_text())
     place = Path(given["out"]) / f"rank-{os.environ.get('RANK', '0')}.json"
     place.unlink(missing_ok=True)
     try:
-        seen = work(given)
+        seen = main(given)
     except Exception as error:
         place.write_text(json.dumps({"error": type(error).__name__, "words": str(error)}))
         _wait_for_others(place.parent)  # the launcher ends them when the first one has ended, in the middle of an error's words
@@ -208,11 +153,6 @@ def _wait_for_others(folder: Path, seconds: float = 10.0) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end and not all(file.exists() for file in files):
         time.sleep(0.05)
-
-
-def ranks(settings_file: str) -> None:
-    """What each rank calls."""
-    run(main, settings_file)
 
 
 if __name__ == "__main__":

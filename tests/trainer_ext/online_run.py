@@ -84,18 +84,3 @@ def train(trainer: Any, resume: str | None = None) -> dict[str, Any]:
         "wrapped": type(trainer.model_wrapped).__name__,
         "distributed": trainer.accelerator.distributed_type.value,
     }
-
-
-def main(settings: dict[str, Any]) -> dict[str, Any]:
-    """Several runs, one after the other."""
-    import torch
-
-    torch.set_num_threads(1)
-    return {"runs": [train(build(run)) for run in settings["runs"]]}
-
-
-def ranks(settings_file: str) -> None:
-    """What each rank calls."""
-    from tests.trainer_ext.distributed_run import run
-
-    run(main, settings_file)

@@ -1,4 +1,4 @@
-"""Two processes on CPU (gloo): the same losses and metrics as one, whatever shards the policy, and none waits for ever."""
+"""Two processes on CPU (gloo): the same losses as TRL with KTO's pairs, streams and uneven batches, and none waits for ever."""
 
 import json
 import threading
@@ -15,67 +15,42 @@ from tests.trainer_ext.distributed_run import launch
 
 pytestmark = pytest.mark.slow
 
-METRICS = ("loss", *(f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")), "logps/chosen")
-
 
 @pytest.fixture(scope="module")
 def settings(reference_folder, data_file, store):
     return {"model": str(reference_folder), "data": str(data_file), "source": str(store)}
 
 
-@pytest.fixture(scope="module")
-def alone(settings, tmp_path_factory):
-    """One process, with the batch of two."""
-    args = {"per_device_train_batch_size": 4}
-    _, [seen], _ = launch({**settings, "args": args}, tmp_path_factory.mktemp("alone"), processes=1)
-    return seen
-
-
-def series(seen, name) -> np.ndarray:
-    return np.array([entry[name] for entry in seen["logs"]])
-
-
-@pytest.mark.parametrize(("mode", "kind"), [("ddp", "MULTI_CPU"), ("fsdp2", "FSDP"), ("zero3", "DEEPSPEED")])
-def test_two_processes_equal_one(mode, kind, settings, alone, tmp_path):
-    """Metrics too: what is logged is the mean over all processes."""
-    _, ranks, _ = launch({**settings, "mode": mode}, tmp_path)
-    assert [seen["distributed"] for seen in ranks] == [kind, kind]
-    if mode == "fsdp2":
-        assert sum(seen["holds"] for seen in ranks) == alone["holds"], "the policy was not sharded"
-    for seen in ranks:
-        for name in METRICS:
-            apart = np.abs(series(seen, name) - series(alone, name))
-            assert (apart <= 1e-5 * np.maximum(1, np.abs(series(alone, name)))).all(), (mode, name, apart)
-    written = json.loads((tmp_path / "run" / "reflogp.json").read_text())["step_zero"]
-    assert written["sequences"] == 8 and written["passed"]
+def losses(ranks) -> np.ndarray:
+    return np.array([entry["loss"] for entry in ranks[0]["logs"]])
 
 
 def test_kto_in_two_processes(settings, reference_folder, tmp_path):
     """Its KL sequences depend on the batch of a process, so the values come from the rows that TRL prepared."""
     kto = {**settings, "trainer": "kto", "args": {"max_length": 220}, "source": str(tmp_path / "kto-store")}
-    status, ranks, _ = launch(kto, tmp_path / "first", check=False)
+    status, ranks = launch(kto, tmp_path / "first", check=False)
     assert status != 0 and {seen["error"] for seen in ranks} == {"MissingLogpsError"}
     score_pairs(reference_folder, tmp_path / "first" / "run" / "reflogp-missing.parquet", tmp_path / "kto-store")
-    _, ranks, _ = launch(kto, tmp_path / "second")
-    assert (series(ranks[0], "loss") == series(ranks[1], "loss")).all()
-    _, trl, _ = launch({**kto, "trl": True}, tmp_path / "trl")
-    assert np.abs(series(ranks[0], "loss") - series(trl[0], "loss")).max() <= 1e-5
+    _, ranks = launch(kto, tmp_path / "second")
+    _, trl = launch({**kto, "trl": True}, tmp_path / "trl")
+    assert np.abs(losses(ranks) - losses(trl)).max() <= 1e-5
 
 
 @pytest.mark.parametrize("mode", ["fsdp2", "zero3"])
-def test_trl_computes_what_is_missing_on_sharded_models(mode, settings, alone, reference_folder, data_file, tmp_path):
+def test_trl_computes_what_is_missing_on_sharded_models(mode, settings, reference_folder, data_file, tmp_path):
     few = write_rows(tmp_path / "few.jsonl", [json.loads(line) for line in data_file.read_text().splitlines()[:70]])
     score_pairs(reference_folder, few, tmp_path / "few")
     given = {**settings, "mode": mode, "source": str(tmp_path / "few"), "reference": {"on_miss": "compute"}, "from_file": True}
-    _, ranks, _ = launch(given, tmp_path / "run")
+    _, ranks = launch(given, tmp_path / "run")
     assert all(seen["computed"] == {"train": 10} for seen in ranks)
-    assert np.abs(series(ranks[0], "loss") - series(alone, "loss")).max() <= 1e-5
+    _, trl = launch({**settings, "trl": True}, tmp_path / "trl")
+    assert np.abs(losses(ranks) - losses(trl)).max() <= 1e-5
 
 
 @pytest.mark.parametrize("dispatch", [False, True])
 def test_a_stream_in_two_processes(dispatch, settings, tmp_path):
     loop = {"max_length": 220, "accelerator_config": {"dispatch_batches": dispatch}, "bf16": True}
-    _, ranks, _ = launch({**settings, "stream": True, "args": loop, "mode": "zero2" if dispatch else "ddp"}, tmp_path)
+    _, ranks = launch({**settings, "stream": True, "args": loop, "mode": "zero2" if dispatch else "ddp"}, tmp_path)
     assert all(len(seen["logs"]) == 3 and seen["step_zero"]["passed"] for seen in ranks)
     assert all(seen["dtypes_read_by_the_loss"] == ["float32"] for seen in ranks)
 
@@ -83,26 +58,19 @@ def test_a_stream_in_two_processes(dispatch, settings, tmp_path):
 def test_uneven_last_batches(settings, tmp_path):
     """11 rows in batches of 2 on 2 processes: the last step has 3 rows for 4 places."""
     epoch = {"max_steps": -1, "num_train_epochs": 2, "max_length": 220, "gradient_accumulation_steps": 2}
-    _, ranks, _ = launch({**settings, "rows": 11, "args": epoch}, tmp_path / "ours")
-    _, trl, _ = launch({**settings, "rows": 11, "args": epoch, "trl": True}, tmp_path / "trl")
-    assert len(ranks[0]["logs"]) == len(trl[0]["logs"])
-    assert np.abs(series(ranks[0], "loss") - series(trl[0], "loss")).max() <= 1e-5
+    _, ranks = launch({**settings, "rows": 11, "args": epoch}, tmp_path / "ours")
+    _, trl = launch({**settings, "rows": 11, "args": epoch, "trl": True}, tmp_path / "trl")
+    assert len(losses(ranks)) == len(losses(trl))
+    assert np.abs(losses(ranks) - losses(trl)).max() <= 1e-5
 
 
 class TestBadInput:
     """A clear error on every process at once; `launch` fails a test whose processes wait for each other."""
 
     def errors(self, settings, folder, **options) -> list[tuple[str, str]]:
-        status, ranks, _ = launch(settings, folder, timeout=150, check=False, **options)
+        status, ranks = launch(settings, folder, timeout=150, check=False, **options)
         assert status != 0 and len(ranks) == 2
         return [(seen["error"], seen["words"]) for seen in ranks]
-
-    def test_rows_that_were_never_scored(self, settings, tmp_path, pair_rows):
-        more = write_rows(tmp_path / "more.jsonl", pair_rows[:8] + pair_rows[200:202])
-        seen = self.errors({**settings, "data": str(more)}, tmp_path)
-        assert [error for error, _ in seen] == ["MissingLogpsError"] * 2
-        assert all("2 of 10 rows of train (rows 8, 9) have no reference log-probs" in words for _, words in seen)
-        assert all("reflogp score" in words for _, words in seen)
 
     @pytest.mark.parametrize(("change", "error"), [(np.nan, "UnusableLogpsError"), (1.5, "StepZeroError")])
     def test_values_that_are_wrong(self, change, error, settings, store, tmp_path):

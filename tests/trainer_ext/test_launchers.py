@@ -1,10 +1,7 @@
 """Two processes under each launcher and dtype, as GPUs are trained: losses beside those of TRL's own runs with a live reference
 model, which may differ as much as two of TRL's own runs with another batch split.
-
-A few of the 48 cells and of the config files run; REFLOGP_ALL_LAUNCHERS=1 runs all.
 """
 
-import itertools
 import json
 import os
 import subprocess
@@ -19,21 +16,22 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.trainer_ext.conftest import score_pairs
-from tests.trainer_ext.distributed_run import MODES, launch, port_for_a_meeting
+from tests.trainer_ext.distributed_run import launch
 
 pytestmark = pytest.mark.slow
 
 #: Name -> (dtype of the weights, bf16=).
 PRECISIONS = {"weights": ("bfloat16", True), "mixed": ("float32", True), "float32": ("float32", False)}
-CELLS = list(itertools.product(MODES, PRECISIONS, ("dpo", "kto"), ("full", "lora")))
-USUAL = [
+CELLS = [
     ("ddp", "mixed", "dpo", "lora"),
+    ("ddp", "float32", "dpo", "full"),
     ("fsdp2", "weights", "dpo", "full"),
+    ("fsdp2", "float32", "kto", "full"),
     ("zero2", "weights", "kto", "lora"),
     ("zero3", "mixed", "kto", "full"),
     ("zero3", "float32", "dpo", "lora"),
 ]
-ALL = bool(os.environ.get("REFLOGP_ALL_LAUNCHERS"))
+KINDS = {"ddp": "MULTI_CPU", "fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 #: The same rows a step, in batches of other shapes.
 OTHER_SPLITS = [{"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}, {"pad_to_multiple_of": 64}]
 #: Differences below this are rounding: of a completion's log-probs in bfloat16 (0.1 nats a sum, times beta) or in float32.
@@ -92,50 +90,46 @@ def settings(trained_folder, data_file):
     return {"model": str(trained_folder), "data": str(data_file)}
 
 
-@pytest.mark.parametrize("cell", CELLS if ALL else USUAL, ids="-".join)
-def test_losses_differ_as_those_of_two_of_trls_own_runs(cell, settings, scored, tmp_path, record_property):
+@pytest.mark.parametrize("cell", CELLS, ids="-".join)
+def test_losses_differ_as_those_of_two_of_trls_own_runs(cell, settings, scored, tmp_path):
     mode, precision, kind, tuning = cell
     weights, bf16 = PRECISIONS[precision]
     args = {"bf16": bf16, "max_steps": 5, "max_length": 220, "learning_rate": 1e-3}
     if kind == "kto":  # without a KL term, whose rows depend on the batch: the split may change
         args["loss_type"] = "apo_zero_unpaired"
     given = {**settings, "mode": mode, "dtype": weights, "trainer": kind, "lora": tuning == "lora", "args": args}
-    _, ours, _ = launch({**given, "source": str(scored(dtype_of(mode, weights, bf16)))}, tmp_path / "ours")
+    _, ours = launch({**given, "source": str(scored(dtype_of(mode, weights, bf16)))}, tmp_path / "ours")
     assert all(seen["dtypes_read_by_the_loss"] == ["float32"] and seen["step_zero"]["passed"] for seen in ours)
-    _, own, _ = launch({**given, "trl": True}, tmp_path / "own")
+    assert {seen["distributed"] for seen in ours} == {KINDS[mode]}
+    if mode == "fsdp2":
+        assert ours[0]["holds"] < ours[0]["parameters"], "the policy was not sharded"
+    _, own = launch({**given, "trl": True}, tmp_path / "own")
     again = [
         launch({**given, "trl": True, "args": {**args, **changes}}, tmp_path / f"again-{number}")[1]
         for number, changes in enumerate(OTHER_SPLITS)
     ]
     difference, *others = (float(np.abs(losses(run) - losses(own)).max()) for run in (ours, *again))
-    allowed = max(others)
-    print(f"{' '.join(cell)}: {difference:.5f} from TRL, whose own runs differ by {allowed:.5f}; gate {ours[0]['step_zero']}")
     assert len(losses(ours)) == 5
-    assert difference <= max(2 * allowed, ROUNDED_SUMS if (mode, bf16) == ("fsdp2", True) else ROUNDING[bf16])
+    assert difference <= max(2 * max(others), ROUNDED_SUMS if (mode, bf16) == ("fsdp2", True) else ROUNDING[bf16])
 
 
 def test_an_adapter_trains_under_fsdp2_in_bfloat16(settings, scored, tmp_path):
     """The gate turns the adapter off; FSDP2 must not take it for frozen then, and a policy that is its reference loses ln 2."""
     args = {"bf16": True, "max_steps": 2, "max_length": 220}
     given = {**settings, "mode": "fsdp2", "dtype": "float32", "trainer": "dpo", "lora": True, "args": args}
-    _, ranks, _ = launch({**given, "source": str(scored("bfloat16"))}, tmp_path)
+    _, ranks = launch({**given, "source": str(scored("bfloat16"))}, tmp_path)
     assert all(seen["step_zero"]["passed"] for seen in ranks)
     assert abs(losses(ranks)[0] - np.log(2)) <= ROUNDED_SUMS
 
 
-NEEDS_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch's first FSDP needs an accelerator")
-
-
-@pytest.mark.parametrize(
-    "name", ["zero3", "fsdp2", *(["multi_gpu", "zero1", "zero2", pytest.param("fsdp1", marks=NEEDS_A_GPU)] if ALL else [])]
-)
+@pytest.mark.parametrize("name", ["zero3", "fsdp2"])
 def test_trls_accelerate_configs(name, settings, scored, tmp_path):
     """`accelerate launch` with the files that TRL ships, all in bfloat16: a policy that is its reference has a loss of ln 2."""
     args = {"bf16": True, "max_steps": 1, "max_length": 220}
     given = {**settings, "source": str(scored("bfloat16")), "out": str(tmp_path), "args": args}
     (tmp_path / "settings.json").write_text(json.dumps(given))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{name}.yaml")]
-    command += ["--num_processes", "2", "--main_process_port", str(port_for_a_meeting())]
+    command += ["--num_processes", "2", "--main_process_port", "0"]
     command += ["-m", "tests.trainer_ext.distributed_run", str(tmp_path / "settings.json")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)

@@ -2,7 +2,7 @@
 
 What `python -m torch.distributed.run` starts is its elastic agent, which starts the ranks; with imports, ranks of a small run
 need several times as long as for their training. Here agent and ranks are the same, forked by `main` below, which holds no
-thread of Python's, no device and no connection. Knows nothing of what runs. Used by tests of several processes.
+thread of Python's, no device and no connection. Knows nothing of what runs, and runs in the frameworks' environments too.
 """
 
 from __future__ import annotations
@@ -28,64 +28,34 @@ class Warm:
         python: of the environment.
         path: folder of the modules, beside that environment's own.
         modules: imported at the start, in this order.
-        environment: of the process; a run's own is given to `start`.
+        environment: of the process and of its runs.
     """
 
     def __init__(self, python: str, path: Path, modules: list[str], environment: dict[str, str]) -> None:
+        self._environment = environment
         command = [python, str(Path(__file__).resolve()), str(path), *modules]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen(command, env=environment, **pipes)
 
-    def start(
-        self,
-        function: str,
-        arguments: list[str],
-        environment: dict[str, str],
-        output: Path,
-        processes: int = 2,
-        node: int = 0,
-        nodes: int = 1,
-        port: int = 0,
-    ) -> int:
-        """Start a node of a run; gives its process group. Every rank calls `function` ("module:name") with `arguments`.
-
-        Args:
-            environment: all of it.
-            output: file that what is printed is added to.
-            processes: ranks of this node.
-            port: where the nodes meet; any free one for a single node.
-        """
-        return int(
-            self._ask(
-                function=function,
-                arguments=arguments,
-                environment=environment,
-                output=str(output),
-                processes=processes,
-                node=node,
-                nodes=nodes,
-                port=port,
-            )
-        )
-
-    def wait(self, group: int, timeout: float) -> int:
-        """The exit status of a node. Raises TimeoutError after so many seconds; what runs goes on then."""
+    def run(self, function: str, arguments: list[str], output: Path, processes: int, timeout: float) -> int:
+        """Have each of some processes call `function` ("module:name") with `arguments`, and return the exit status. What they
+        print is added to `output`. What is not done in time is killed, and fails."""
+        request = {"function": function, "arguments": arguments, "output": str(output), "processes": processes}
+        group = self._ask({**request, "environment": self._environment})
         end = time.monotonic() + timeout
-        while (status := self._ask(wait=group)) is None:
-            if time.monotonic() > end:
-                raise TimeoutError(f"a run was not done in {timeout:.0f} s")
-            time.sleep(0.05)
+        try:
+            while (status := self._ask({"wait": group})) is None:
+                assert time.monotonic() < end, f"a run was not done in {timeout:.0f} s\n{output.read_text()[-6000:]}"
+                time.sleep(0.05)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
         return int(status)
-
-    def kill(self, group: int) -> None:
-        """End a node and its ranks at once, if they have not ended."""
-        with suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
 
     def close(self) -> None:
         self._process.communicate()
 
-    def _ask(self, **request: Any) -> Any:
+    def _ask(self, request: dict[str, Any]) -> Any:
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
@@ -114,7 +84,7 @@ def main(path: str, modules: list[str]) -> None:
 
 
 def _run_and_exit(request: dict[str, Any]) -> None:
-    """A node's agent, in a process of its own."""
+    """The agent of a run, in a process of its own."""
     os.setsid()
     output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -139,15 +109,13 @@ def _agent(request: dict[str, Any]) -> None:
     """As torch.distributed.run does it."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    one = request["nodes"] == 1
     config = LaunchConfig(
-        min_nodes=request["nodes"],
-        max_nodes=request["nodes"],
+        min_nodes=1,
+        max_nodes=1,
         nproc_per_node=request["processes"],
-        run_id=f"run-{os.getpid()}" if one else f"port-{request['port']}",
-        rdzv_backend="c10d" if one else "static",
-        rdzv_endpoint=f"localhost:{request['port']}",
-        rdzv_configs={} if one else {"rank": request["node"], "timeout": 120},
+        run_id=f"run-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
         max_restarts=0,
         start_method="fork",
     )
