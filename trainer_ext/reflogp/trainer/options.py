@@ -20,8 +20,8 @@ _FOR_PROCESSES = "REFLOGP_TRAIN_OPTIONS"
 
 
 def _option(default: Any, description: str, **how: Any) -> Any:
-    """Return a field, whose metadata are the arguments of `add_argument`."""
-    return field(default=default, metadata={"help": description, "default": default, **how})
+    """Return a field, whose metadata are arguments of `add_argument`."""
+    return field(default=default, metadata={"help": description, **how})
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ def read_options(command: str, words: Sequence[str], others: str) -> tuple[Optio
     """
     parser = argparse.ArgumentParser(prog=command, epilog=others, allow_abbrev=False)
     for option in dataclasses.fields(Options):
-        parser.add_argument(f"--reflogp.{option.name}", dest=option.name, **option.metadata)
+        default = None if option.default is dataclasses.MISSING else option.default
+        parser.add_argument(f"--reflogp.{option.name}", dest=option.name, default=default, **option.metadata)
     if _FOR_PROCESSES in os.environ and not any(word.startswith("--reflogp.") for word in words):
         return Options(**json.loads(os.environ[_FOR_PROCESSES])), list(words)
     options, rest = parser.parse_known_args(words)
