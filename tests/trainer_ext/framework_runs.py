@@ -13,12 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 from reflogp.cli.main import app
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, save_llama
 from tests.trainer_ext.warm import Warm
 
 FOLDER = Path(__file__).parent / "frameworks_env"
 SIZE = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-ROWS, EVAL_ROWS = 44, 9
+ROWS, EVAL_ROWS, STEPS = 44, 9, 10
 #: Largest difference of a loss between a reference model and its stored values, by dtype.
 EQUAL = {"float32": 1e-5, "bfloat16": 0.02}
 
@@ -42,7 +42,9 @@ def environment_of(python: Path, caches: Path) -> dict[str, str]:
     found = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
     found |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(caches / "datasets"), "MODELSCOPE_CACHE": str(caches / "models")}
     found |= {"REFLOGP_CACHE_DIR": str(caches / "reflogp"), "PATH": f"{python.parent}:{os.environ['PATH']}"}
-    found["PYTHONPATH"] = os.pathsep.join([str(FOLDER), *(str(REPOSITORY / part) for part in ("store", "client", "trainer_ext"))])
+    found["PYTHONPATH"] = os.pathsep.join(
+        [str(FOLDER), *(str(REPOSITORY / part) for part in ("store", "client", "trainer_ext"))]
+    )
     found.pop("TQDM_DISABLE", None)  # ms-swift writes to a bar that is switched off
     return found
 
@@ -58,7 +60,6 @@ class Runs:
     """
 
     def __init__(self, python: Path, folder: Path, modules: list[str], environment: dict[str, str]) -> None:
-        self._environment = environment
         self._warm = Warm(str(python), folder, ["run", *modules], environment)
 
     def run(
@@ -67,14 +68,7 @@ class Runs:
         """Run a module in some processes. Returns what each process noted, and what they printed."""
         folder.mkdir(parents=True, exist_ok=True)
         output = folder / "output.txt"
-        arguments = [str(folder / "notes"), module, *words]
-        group = self._warm.start("run:main", arguments, self._environment, output, processes)
-        try:
-            status = self._warm.wait(group, timeout=240)
-        except TimeoutError as error:
-            raise AssertionError(f"{error}\n{output.read_text()[-6000:]}") from error
-        finally:
-            self._warm.kill(group)
+        status = self._warm.run("run:main", [str(folder / "notes"), module, *words], output, processes, timeout=240)
         printed = output.read_text()
         assert (status == 0) == check, printed[-6000:]
         return [json.loads(file.read_text()) for file in sorted((folder / "notes").glob("rank-*.json"))], printed
@@ -84,7 +78,10 @@ class Runs:
 
 
 def losses(out: Path) -> list[float]:
-    """The losses of every step and evaluation, as the trainer logged them; ms-swift has a file of its own for them."""
+    """The losses of every step and evaluation, as the trainer logged them; ms-swift and OpenRLHF have files of their own."""
+    if (out / "scalars.jsonl").is_file():
+        scalars = map(json.loads, (out / "scalars.jsonl").read_text().splitlines())
+        return [value for name, _, value in scalars if name in ("train/loss", "eval/eval_loss")]
     own = out / "logging.jsonl"
     if own.is_file():
         logged = [json.loads(line) for line in own.read_text().splitlines()]
@@ -97,18 +94,19 @@ def record(out: Path) -> dict[str, Any]:
     return json.loads((out / "reflogp.json").read_text())
 
 
-def command_in(error: str) -> list[str]:
-    """The words after `reflogp` of the command that an error names."""
-    command = re.search(r"reflogp (score .*?--dtype [\w-]+)", error)
-    assert command is not None, error
-    return shlex.split(command[1])
+def words_of(stored: dict[str, Any] | None) -> list[str]:
+    """reflogp's options on a command line."""
+    pairs = [(f"--reflogp.{name}", value) for name, value in (stored or {}).items()]
+    return [word for name, value in pairs for word in ([name] if value is True else [name, str(value)])]
 
 
 def score_missing(noted: list[dict[str, Any]]) -> str:
     """Do what the error of a run says, which is the same on every process. Returns the error's text."""
     [(error, words)] = {(seen.get("error"), seen.get("words", "")) for seen in noted}
     assert error == "MissingLogpsError", noted
-    run_command(command_in(words))
+    command = re.search(r"reflogp (score .*?--dtype [\w-]+)", words)
+    assert command is not None, words
+    run_command(shlex.split(command[1]))
     return words
 
 
@@ -117,8 +115,47 @@ def run_command(words: list[str]) -> None:
     assert done.exit_code == 0, done.exception or done.output
 
 
-def check_equal(stock: list[float], stored: list[float], steps: int, allowed: float) -> None:
+def check_equal(stock: list[float], stored: list[float], allowed: float, steps: int = STEPS) -> None:
     """Check that two runs have the same losses, and that they are those of a run that learns."""
     assert len(stock) == len(stored) >= steps
     assert max(abs(one - other) for one, other in zip(stock, stored, strict=True)) <= allowed
     assert max(stored) - min(stored) > 1e-3, "it learns"
+
+
+def check_losses(
+    train: Any, folder: Path, case: str, options: dict[str, Any], model: str, out: str = "out", bfloat16: str = "bfloat16"
+) -> None:
+    """Train as the framework does, and on the values that the command in a first run's error scored.
+
+    Args:
+        train: train(folder, options, stored, processes, check) -> what each process noted. `stored` are reflogp's options; None
+            for the framework alone.
+        case: says whether there are "2 processes", "bfloat16", "KTO" (without evaluation) or "LoRA" (without a second model).
+        out: the folder of the logged losses.
+        bfloat16: the reference's dtype in that case.
+    """
+    processes, datasets = 2 if "2 processes" in case else 1, {"train"} if "KTO" in case else {"train", "eval"}
+    dtype, models = "bfloat16" if "bfloat16" in case else "float32", 1 if "LoRA" in case else 2
+    stored = {"store": str(folder / "logps")}
+    words = score_missing(train(folder / "missing", options, stored, processes, check=False))
+    assert all(f" rows of {name} (rows 0, 1, " in words for name in datasets)
+    stock = train(folder / "stock", options, None, processes)
+    ours = train(folder / "ours", options, stored, processes)
+    check_equal(*(losses(folder / name / out) for name in ("stock", "ours")), EQUAL[dtype])
+    assert [seen["loaded"] for seen in stock] == [[model] * models] * processes
+    assert [seen["loaded"] for seen in ours] == [[model]] * processes
+    seen = record(folder / "ours" / "out")
+    assert (seen["step_zero"]["passed"], seen["step_zero"]["sequences"]) == (True, 8 * processes)
+    assert {join["reference_dtype"] for join in seen["joins"].values()} == {bfloat16 if dtype == "bfloat16" else dtype}
+    assert seen["joins"].keys() == datasets
+
+
+def check_other_weights(train: Any, tokenizer: Any, folder: Path, options: dict[str, Any], one_step: dict[str, Any]) -> None:
+    """Other weights than the reference's are refused before the first step, unless they are meant."""
+    other = save_llama(folder / "other", tokenizer, **{**SIZE, "num_hidden_layers": 1})
+    stored = {"store": str(folder / "logps"), "model": str(other)}
+    score_missing(train(folder / "missing", options, stored, check=False))
+    assert {seen["error"] for seen in train(folder / "wrong", options, stored, check=False)} == {"StepZeroError"}
+    assert record(folder / "wrong" / "out")["step_zero"]["passed"] is False
+    train(folder / "meant", {**options, **one_step}, {**stored, "policy_starts_elsewhere": True})
+    assert record(folder / "meant" / "out")["step_zero"].startswith("not compared: the policy does not start from")

@@ -12,11 +12,9 @@ import pytest
 
 from tests.conftest import save_llama
 from tests.trainer_ext import framework_runs as frameworks
-from tests.trainer_ext.framework_runs import EVAL_ROWS, FOLDER, ROWS, SIZE, losses, record
+from tests.trainer_ext.framework_runs import FOLDER, ROWS, SIZE, STEPS, record, words_of
 
 STOCK, STORED = "llamafactory.launcher", "reflogp.trainer.llamafactory"
-STEPS = 10
-
 PYTHON = frameworks.python_of("llamafactory")
 pytestmark = frameworks.needs(PYTHON)
 
@@ -61,67 +59,43 @@ def settings(model, data) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def train(environment, settings):
-    """train(module, folder, options, words) -> what each process noted."""
+    """See frameworks.check_losses."""
     modules = ["llamafactory.train.tuner", "peft", "reflogp.trainer", "transformers.models.llama.modeling_llama"]
     with closing(frameworks.Runs(PYTHON, FOLDER, modules, environment)) as runs:
 
-        def run(module: str, folder: Path, options: dict[str, Any], *words: Any, processes: int = 1, check: bool = True) -> Any:
+        def run(folder: Path, options: dict[str, Any], stored: Any = None, processes: int = 1, check: bool = True) -> Any:
             folder.mkdir(parents=True, exist_ok=True)
             file = folder / "settings.yaml"  # JSON is YAML
             file.write_text(json.dumps({**settings, "output_dir": folder / "out", **options}, default=str))
-            return runs.run(module, folder, [*map(str, words), str(file)], processes, check)[0]
+            return runs.run(STORED if stored else STOCK, folder, [*words_of(stored), str(file)], processes, check)[0]
 
         yield run
 
 
-@pytest.fixture(scope="module")
-def store(train, tmp_path_factory) -> Path:
-    """What the module's runs need, scored by the commands that their errors name."""
-    folder = tmp_path_factory.mktemp("llamafactory-store")
-    words = ("--reflogp.store", folder / "logps")
-    told = frameworks.score_missing(train(STORED, folder / "pairs", CASES[DPO], *words, processes=2, check=False))
-    assert (
-        f"{ROWS} of {ROWS} rows of train (rows 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, …) and {EVAL_ROWS} of {EVAL_ROWS} rows of" in told
-    )
-    frameworks.score_missing(train(STORED, folder / "labelled", CASES["KTO"], *words, check=False))
-    return folder / "logps"
-
-
-DPO = "DPO, 2 processes"
-CASES = {
-    DPO: {"gradient_accumulation_steps": 2, "eval_dataset": "new", "eval_strategy": "steps", "eval_steps": 5},
-    "IPO, LoRA": {"pref_loss": "ipo", "pref_beta": 0.5, "finetuning_type": "lora", "lora_rank": 4, "learning_rate": 1e-2},
-    "DPO, ld_alpha and SFT": {"ld_alpha": 0.4, "pref_ftx": 0.1},
+EVALUATED = {"eval_dataset": "new", "eval_strategy": "steps", "eval_steps": 5}
+LORA = {"finetuning_type": "lora", "lora_rank": 4, "learning_rate": 1e-2}
+CASES: dict[str, dict[str, Any]] = {
+    "DPO, 2 processes": {"gradient_accumulation_steps": 2, **EVALUATED},
+    "IPO, LoRA": {"pref_loss": "ipo", "pref_beta": 0.5, **LORA, **EVALUATED},
+    "DPO, ld_alpha and SFT": {"ld_alpha": 0.4, "pref_ftx": 0.1, **EVALUATED},
     "KTO": {"stage": "kto", "dataset": "labelled"},
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_are_those_of_a_real_reference_model(case, train, store, model, tmp_path, record_property):
-    processes = 2 if case == DPO else 1
-    stock = train(STOCK, tmp_path / "stock", CASES[case], processes=processes)
-    ours = train(STORED, tmp_path / "ours", CASES[case], "--reflogp.store", store, processes=processes)
-    both = losses(tmp_path / "stock" / "out"), losses(tmp_path / "ours" / "out")
-    frameworks.check_equal(*both, STEPS, frameworks.EQUAL["float32"])
-    differ = max(abs(one - other) for one, other in zip(*both, strict=True))
-    record_property("told", f"LLaMA-Factory, {case}: losses differ by {differ:.1e}")
-    has_reference = "LoRA" not in case  # LLaMA-Factory switches the adapter off, and loads no second model
-    assert [seen["loaded"] for seen in stock] == [[str(model)] * (2 if has_reference else 1)] * processes
-    assert [seen["loaded"] for seen in ours] == [[str(model)]] * processes
-    seen = record(tmp_path / "ours" / "out")
-    assert (seen["step_zero"]["passed"], seen["step_zero"]["sequences"]) == (True, 8 * processes)
+def test_losses_are_those_of_a_real_reference_model(case, train, model, tmp_path):
+    frameworks.check_losses(train, tmp_path, case, CASES[case], str(model))
 
 
 def test_other_weights_are_refused_before_the_first_step(train, tokenizer, tmp_path):
-    other = save_llama(tmp_path / "other", tokenizer, **{**SIZE, "num_hidden_layers": 1})
-    words = ("--reflogp.store", tmp_path / "logps", "--reflogp.model", other)
-    frameworks.score_missing(train(STORED, tmp_path, {}, *words, check=False))
-    [seen] = train(STORED, tmp_path, {}, *words, check=False)
-    assert seen["error"] == "StepZeroError"
-    assert record(tmp_path / "out")["step_zero"]["passed"] is False
-    assert not (tmp_path / "out" / "trainer_state.json").exists()
-    train(STORED, tmp_path, {"max_steps": 1}, *words, "--reflogp.policy_starts_elsewhere")
-    assert record(tmp_path / "out")["step_zero"].startswith("not compared: the policy does not start from")
+    frameworks.check_other_weights(train, tokenizer, tmp_path, {}, {"max_steps": 1})
+
+
+@pytest.fixture(scope="module")
+def store(train, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("llamafactory-store")
+    frameworks.score_missing(train(folder / "missing", {}, {"store": folder / "logps"}, check=False))
+    return folder / "logps"
 
 
 REFUSED = [
@@ -137,7 +111,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("options", "why"), REFUSED)
 def test_what_is_not_supported_is_refused_by_name(options, why, train, store, tmp_path):
-    [seen] = train(STORED, tmp_path, options, "--reflogp.store", store, check=False)
+    [seen] = train(tmp_path, options, {"store": store}, check=False)
     assert why in seen["words"], seen
 
 
@@ -145,13 +119,10 @@ def test_the_command_starts_torchrun_as_llamafactory_does(settings, environment,
     """The one command of the docs, with two processes; options reach the processes that the launcher starts."""
     file = tmp_path / "settings.yaml"
     file.write_text(json.dumps({**settings, "max_steps": 2, "output_dir": tmp_path / "out"}, default=str))
-    command = [PYTHON, "-m", STORED, "--reflogp.store", store, "train", file]
     found = {**environment, "FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2"}
-    done = subprocess.run(command, env=found, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    for words in (["--reflogp.store", store, "train", file], ["--help"]):
+        command = [PYTHON, "-m", STORED, *words]
+        done = subprocess.run(command, env=found, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+    assert "train FILE.yaml" in done.stdout
     assert record(tmp_path / "out")["step_zero"]["sequences"] == 16
-
-
-def test_the_command_has_help(train, tmp_path):
-    train(STORED, tmp_path, {}, "--help")
-    assert "train FILE.yaml" in (tmp_path / "output.txt").read_text()

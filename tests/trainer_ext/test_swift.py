@@ -11,11 +11,9 @@ import pytest
 
 from tests.conftest import save_llama, write_rows
 from tests.trainer_ext import framework_runs as frameworks
-from tests.trainer_ext.framework_runs import FOLDER, ROWS, SIZE, losses, record, score_missing
+from tests.trainer_ext.framework_runs import FOLDER, ROWS, SIZE, STEPS, record, score_missing, words_of
 
 STOCK, STORED = "swift.cli.rlhf", "reflogp.trainer.swift_process"
-STEPS = 10
-
 PYTHON = frameworks.python_of("swift")
 pytestmark = frameworks.needs(PYTHON)
 
@@ -44,7 +42,7 @@ def settings(tokenizer, data, tmp_path_factory) -> dict[str, Any]:
     return {**run, "check_model": "false"}  # else a run asks ModelScope for files, for 25 s without network
 
 
-def words_of(settings: dict[str, Any]) -> list[str]:
+def words(settings: dict[str, Any]) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--{name}", *str(value).split())]
 
 
@@ -55,16 +53,14 @@ def environment(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def train(environment, settings):
-    """train(module, folder, options) -> what each process noted."""
+    """See frameworks.check_losses."""
     modules = ["swift.pipelines", "swift.pipelines.train.rlhf", "swift.rlhf_trainers", "peft", "reflogp.trainer"]
     modules += ["joblib", "swift.rlhf_trainers.dpo_trainer", "swift.rlhf_trainers.kto_trainer", "swift.callbacks"]
     with closing(frameworks.Runs(PYTHON, FOLDER, [*modules, "transformers.models.llama.modeling_llama"], environment)) as runs:
 
-        def run(
-            module: str, folder: Path, options: dict[str, Any], processes: int = 1, check: bool = True
-        ) -> list[dict[str, Any]]:
-            words = words_of({**settings, "output_dir": folder / "out", **options})
-            return runs.run(module, folder, words, processes, check)[0]
+        def run(folder: Path, options: dict[str, Any], stored: Any = None, processes: int = 1, check: bool = True) -> Any:
+            given = words({**settings, "output_dir": folder / "out", **options}) + words_of(stored)
+            return runs.run(STORED if stored else STOCK, folder, given, processes, check)[0]
 
         yield run
 
@@ -80,31 +76,12 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_a_real_reference_model(case, train, data, settings, tmp_path):
-    processes, dtype = 2 if "2 processes" in case else 1, "bfloat16" if "bfloat16" in case else "float32"
     options = CASES[case] | {"KTO": {"dataset": data / "labelled.jsonl"}}.get(case, {"val_dataset": data / "new.jsonl"})
-    stored = {**options, "reflogp.store": tmp_path / "logps"}
-    assert "rows of train" in score_missing(train(STORED, tmp_path / "missing", stored, processes, check=False))
-    stock = train(STOCK, tmp_path / "stock", options, processes)
-    ours = train(STORED, tmp_path / "ours", stored, processes)
-    logged = (losses(tmp_path / name / "out") for name in ("stock", "ours"))
-    frameworks.check_equal(*logged, STEPS, frameworks.EQUAL[dtype])
-    has_reference = "LoRA" not in case  # ms-swift switches the adapter off, and loads no second model
-    assert [seen["loaded"] for seen in stock] == [[str(settings["model"])] * (2 if has_reference else 1)] * processes
-    assert [seen["loaded"] for seen in ours] == [[str(settings["model"])]] * processes
-    seen = record(tmp_path / "ours" / "out")
-    assert seen["step_zero"]["passed"] and seen["step_zero"]["sequences"] == 8 * processes
-    assert {join["reference_dtype"] for join in seen["joins"].values()} == {dtype}
-    assert seen["joins"].keys() == {"train", "eval"} - ({"eval"} if case == "KTO" else set())
+    frameworks.check_losses(train, tmp_path, case, options, str(settings["model"]))
 
 
 def test_other_weights_are_refused_before_the_first_step(train, tokenizer, tmp_path):
-    other = save_llama(tmp_path / "other", tokenizer, **{**SIZE, "num_hidden_layers": 1})
-    stored = {"reflogp.store": tmp_path / "logps", "reflogp.model": other}
-    score_missing(train(STORED, tmp_path / "missing", stored, check=False))
-    [seen] = train(STORED, tmp_path, stored, check=False)
-    assert seen["error"] == "StepZeroError" and not record(tmp_path / "out")["step_zero"]["passed"]
-    train(STORED, tmp_path / "meant", {**stored, "max_steps": 1, "reflogp.policy_starts_elsewhere": ""})
-    assert record(tmp_path / "meant" / "out")["step_zero"].startswith("not compared")
+    frameworks.check_other_weights(train, tokenizer, tmp_path, {}, {"max_steps": 1})
 
 
 @pytest.mark.parametrize(
@@ -117,31 +94,22 @@ def test_other_weights_are_refused_before_the_first_step(train, tokenizer, tmp_p
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(options, why, train, tmp_path):
-    [seen] = train(STORED, tmp_path, {**options, "reflogp.store": tmp_path / "logps"}, check=False)
+    [seen] = train(tmp_path, options, {"store": tmp_path / "logps"}, check=False)
     assert seen["error"] == "UsageError" and why in seen["words"], seen
 
 
 def test_the_command_starts_the_processes_as_ms_swift_does(train, settings, environment, tmp_path):
     """The one command of the docs, with two processes; options reach the processes that ms-swift starts."""
-    stored = {"reflogp.store": tmp_path / "logps"}
-    score_missing(train(STORED, tmp_path / "missing", stored, check=False))
-
-    def command(*words: str) -> str:
-        run = {
-            "env": {**environment, "NPROC_PER_NODE": "2"},
-            "capture_output": True,
-            "text": True,
-            "timeout": 300,
-            "check": False,
-        }
-        done = subprocess.run([PYTHON, "-m", "reflogp.trainer.swift", *words], **run)
+    stored = {"store": tmp_path / "logps"}
+    score_missing(train(tmp_path / "missing", {}, stored, check=False))
+    found = {**environment, "NPROC_PER_NODE": "2"}
+    given = words({**settings, "max_steps": 2, "output_dir": tmp_path / "out"})
+    for arguments in ([*words_of(stored), *given], ["--help"]):
+        command = [PYTHON, "-m", "reflogp.trainer.swift", *arguments]
+        done = subprocess.run(command, env=found, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr[-4000:]
-        return done.stdout
-
-    command(*words_of({**stored, **settings, "max_steps": 2, "output_dir": tmp_path / "out"}))
+    assert "--reflogp.store" in done.stdout and "swift rlhf" in done.stdout
     assert record(tmp_path / "out")["step_zero"]["sequences"] == 16
-    told = command("--help")
-    assert "--reflogp.store" in told and "swift rlhf" in told
 
 
 def test_another_revision_is_another_reference(environment):

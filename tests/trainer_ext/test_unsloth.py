@@ -14,10 +14,8 @@ import pytest
 
 from tests.conftest import save_llama, write_rows
 from tests.trainer_ext import framework_runs as frameworks
-from tests.trainer_ext.framework_runs import ROWS, SIZE, record, score_missing
+from tests.trainer_ext.framework_runs import ROWS, SIZE, STEPS, record, score_missing
 from tests.trainer_ext.on_cpu import ON_CPU
-
-STEPS = 10
 
 PYTHON = frameworks.python_of("unsloth")
 pytestmark = frameworks.needs(PYTHON)
@@ -67,10 +65,10 @@ def store(given, tmp_path_factory) -> str:
 
 
 def check_runs(stock: dict[str, Any], ours: dict[str, Any], policy: str = "full", dtype: str = "float32") -> None:
-    """The same losses with a reference model and with stored values, with which no second model is loaded, and none hashed."""
+    """The same losses with a reference model and with stored values, with which no second model is loaded."""
     assert "error" not in stock and "error" not in ours, (stock, ours)
-    frameworks.check_equal(stock["losses"], ours["losses"], STEPS, frameworks.EQUAL[dtype])
-    assert (stock["loaded"], ours["loaded"], ours["hashed"]) == (2 if policy == "full" else 1, 1, 0)
+    frameworks.check_equal(stock["losses"], ours["losses"], frameworks.EQUAL[dtype])
+    assert (stock["loaded"], ours["loaded"]) == (2 if policy == "full" else 1, 1)
     assert ours["trained"] == stock["trained"] == {"full": 21, "lora": 8}[policy]
     seen = record(Path(ours["output_dir"]))
     assert seen["step_zero"]["passed"] and seen["step_zero"]["sequences"] == 8
@@ -98,7 +96,7 @@ def test_kto_and_limits_after_the_other_import_order_that_works(train, given, st
         [{**kto, "store": store}, {"store": store, "args": None}, {"store": store, "reference": str(other)}],
         tmp_path,
     )
-    assert found[1]["output_dir"] == "model-DPO"
+    assert found[1]["output_dir"] == "unsloth_training_checkpoints", "unsloth's own default"
     assert found[2]["error"] == "StepZeroError"
     assert "rows of train" in score_missing(found[:1])
     jobs = [{**job, "store": values} for job in (kto, {"max_seq_length": 100}) for values in (None, store)]
