@@ -73,7 +73,7 @@ def test_bad_rows_are_told_by_the_exit_code(reflogp, url, tmp_path, pair_rows):
     submit = ("submit", url, data, "--reference", "sft", "--watch")
     code, out, _ = reflogp(*submit)
     assert code == MISSES
-    assert "1 bad row" in out
+    assert "1 bad row" in out and "  row 2: chosen is null or missing" in out
     assert reflogp(*submit[:-1])[0] == MISSES  # known, and done
     code, _, err = reflogp(
         "jobs", "result", url, last_object(reflogp(*submit, "--json")[1])["id"], "-o", tmp_path / "v.parquet"

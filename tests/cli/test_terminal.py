@@ -102,7 +102,8 @@ def a_job(**fields) -> object:
 
 
 def test_what_a_service_says_of_a_job(capsys):
-    done = {"state": "done", "summary": {"snapshot": ALL, "rows": 1, "sequences": 1}}
+    bad = {"rows": 2, "examples": [0], "reason": ALL + MARKUP}
+    done = {"state": "done", "summary": {"snapshot": ALL, "rows": 1, "sequences": 1, "bad_row_reasons": [bad]}}
     for job in (a_job(), a_job(state="queued"), a_job(state=ALL + MARKUP), a_job(**done)):
         console.print_result({}, False, *jobs._described(job), "  ".join(jobs._cells(job).values()), *jobs.outcome(job))
     out, err = capsys.readouterr()

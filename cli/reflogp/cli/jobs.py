@@ -299,6 +299,9 @@ def outcome(job: Job) -> list[str]:
     )
     lines = [f"note: {note}" for note in summary.get("notes", [])]
     lines.append(f"{summary.get('rows', 0):,} rows, {summary.get('sequences', 0):,} sequences: {told}")
+    for entry in summary.get("bad_row_reasons", []):
+        more = f" and {entry['rows'] - 1:,} more" if entry["rows"] > 1 else ""
+        lines.append(f"  row {entry['examples'][0]}{more}: {entry['reason']}")
     if counts["scored"]:
         tokens, rate = summary.get("tokens", 0), summary.get("tokens_per_second", 0)
         lines.append(f"{tokens:,} tokens in {summary.get('scoring_seconds', 0):.1f} s: {rate:,.0f} tokens/s")

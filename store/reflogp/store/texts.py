@@ -78,12 +78,13 @@ def short_number(value: float) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """Format part / whole as a percentage, rounded down, such as 31.4%, "<0.1%", or "–" if `whole` is 0."""
+    """Format part / whole as a percentage, such as 31.4%, "<0.1%", or "–" if `whole` is 0. It is 100% only for the whole."""
     if whole <= 0:
         return "–"
     if 0 < part / whole < 0.001:
         return "<0.1%"
-    return f"{math.floor(1000 * part / whole) / 10:.1f}".removesuffix(".0") + "%"
+    share = 100 * part / whole
+    return f"{min(share, 99.9) if part < whole else share:.1f}".removesuffix(".0") + "%"
 
 
 def byte_count(value: int) -> str:
