@@ -130,7 +130,7 @@ class OnlineScoring:
         model = self._registry.model_of(reference)
         if not len(sequences):
             return Scored((TOP_OUTCOMES if top_k else OUTCOMES).empty_table(), model.reference_id, 0, 0.0, 0.0, None)
-        if temperature != 1.0 and self._registry.entry_of(reference, model.reference_id).engine != "torch":
+        if temperature != 1.0 and not self._registry.supports_temperature(model.reference_id):
             raise UsageError(f"temperature {temperature}: the engine of {reference!r} supports only temperature 1")
         known: list[Any] = [None] * len(sequences)
         snapshot = None

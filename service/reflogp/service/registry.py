@@ -9,6 +9,7 @@ import asyncio
 import logging
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
 
 import pyarrow as pa
@@ -27,14 +28,14 @@ from reflogp.store import (
     ReflogpError,
     Snapshot,
     Store,
-    StoreNotFoundError,
     StoreUnavailableError,
+    UsageError,
     describe_reference,
     resolve_model,
 )
 from reflogp.store.keys import KEY_TYPE
 from reflogp.store.reference import AUTO
-from reflogp.store.storage import require_scheme
+from reflogp.store.storage import is_local, require_scheme
 from reflogp.store.store import choose_reference
 
 _logger = logging.getLogger(__name__)
@@ -124,9 +125,12 @@ class ReferenceRegistry:
             await asyncio.sleep(_CHECK_PAUSE_SECONDS)
 
     def _stored(self) -> dict[str, Reference]:
-        with suppress(StoreNotFoundError):
+        try:
             return {reference.reference_id: reference for reference in self.store.references()}
-        return {}
+        except UsageError:
+            if self._is_something_else():
+                raise
+            return {}
 
     def list(self) -> list[RegisteredReference]:
         """Return all references that are named in the settings or have values in the store, sorted by id."""
@@ -180,6 +184,12 @@ class ReferenceRegistry:
     def named(self) -> dict[str, Reference]:
         return dict(self._named)
 
+    def supports_temperature(self, reference_id: str) -> bool:
+        return any(
+            reference.reference_id == reference_id and self._models[name].engine == "torch"
+            for name, reference in self._named.items()
+        )
+
     def table(self, name_or_id: str, top_k: int = 0) -> LogprobTable:
         """Return the table of a reference, or the one with the `top_k` most probable tokens of each position.
 
@@ -194,7 +204,9 @@ class ReferenceRegistry:
             raise ReferenceNotFoundError(f"this service has no reference named {name_or_id!r}")
         try:
             opened = self.store[named or key] if not top_k else self._top_table(named or key, top_k)
-        except StoreNotFoundError as error:
+        except UsageError as error:
+            if self._is_something_else():
+                raise
             raise ReferenceNotFoundError(f"no values are stored yet for reference {name_or_id!r}") from error
         return self._tables.setdefault((key, top_k), opened)  # another thread may have opened it meanwhile
 
@@ -203,6 +215,19 @@ class ReferenceRegistry:
             if table.top_k == top_k:
                 return table
         raise ReferenceNotFoundError(f"no values with {top_k} most probable tokens are stored yet")
+
+    def _is_something_else(self) -> bool:
+        """After UsageError: return True if the store's URI is an existing local path that is not a store.
+
+        A path that does not exist counts as an empty store, as does a folder with an incomplete table, which is being created
+        or was left by an interrupted command.
+        """
+        place = Path(self.store.uri)
+        if not is_local(self.store.uri) or not place.exists():
+            return False
+        with suppress(OSError):  # the path is not a folder, or no longer exists
+            return not any(_is_id(path.name) for path in place.iterdir())
+        return True
 
     def snapshot(self, name_or_id: str, number: int | None, top_k: int = 0) -> Snapshot:
         """Return a snapshot of a reference's table; the latest if `number` is None. Several threads can use it.

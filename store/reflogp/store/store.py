@@ -83,8 +83,7 @@ class Store:
                     damaged += 1
         if not entries and not storage.is_local(self.uri):
             raise StoreNotFoundError(f"there is no store at {self.uri}: check the path, or create a store with `reflogp score`")
-        being_created = any(re.fullmatch("[0-9a-f]{32}", name) for name in entries)
-        if entries and not found and not damaged and not being_created:
+        if entries and not found and not damaged:
             raise UsageError(f"{self.uri} is not a reflogp store: it contains no folder with a reference.json")
         return found
 
