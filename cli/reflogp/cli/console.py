@@ -142,7 +142,7 @@ class Bar(ProgressCallbacks):
         if not self._bad:
             return
         were = "1 row was" if self._bad_rows == 1 else f"{self._bad_rows} rows were"
-        err.print(f"{were} skipped; row numbers start at 0. Remove them before training, which needs all values:", style="yellow")
+        err.print(f"{were} skipped; remove them before training. Row numbers start at 0:", style="yellow")
         for row, problem in self._bad:
             err.print(f"  row {row}: {problem}")
         if self._bad_rows > len(self._bad):
