@@ -30,7 +30,8 @@ class Threads:
 
     def __init__(self, what: str, most: int, seconds: float | None = None) -> None:
         self._what, self._seconds = what, seconds
-        self._to_start = most  # number of threads that are started when there are calls for them
+        self._to_start = most  # number of threads that are started when calls need them
+        self._idle = threading.Semaphore(0)  # counts the threads that have nothing to do
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
 
     async def run(self, function: Callable[[Unpack[Arguments]], Result], *args: *Arguments) -> Result:
@@ -40,7 +41,7 @@ class Threads:
 
         Raises Problem 503 if the call takes too long, in addition to what the function raises.
         """
-        if self._to_start:
+        if self._to_start and not self._idle.acquire(blocking=False):  # each thread keeps some memory
             threading.Thread(target=self._work_for_ever, name=self._what, daemon=True).start()
             self._to_start -= 1
         answer: Future[Result] = Future()
@@ -68,3 +69,4 @@ class Threads:
                 except BaseException as error:
                     answer.set_exception(error)
             del answer, call  # what they hold is not kept until the next call
+            self._idle.release()
