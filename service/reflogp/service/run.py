@@ -18,6 +18,7 @@ import sys
 from types import FrameType
 from typing import Any, Literal
 
+import pyarrow as pa
 import uvicorn
 from pythonjsonlogger.json import JsonFormatter
 
@@ -101,10 +102,12 @@ def _allow_connections() -> None:
 
 
 def _give_memory_back() -> None:
-    """Make glibc return blocks of at least _MMAP_BYTES to the operating system as soon as they are freed.
+    """Make glibc return blocks of at least _MMAP_BYTES to the operating system as soon as they are freed, and Arrow use glibc.
 
     By itself, glibc raises this size up to 32 MiB whenever a larger block is freed. Other C libraries have no such setting.
+    Arrow's own pool keeps what was allocated in one thread and freed in another until the first thread allocates again.
     """
+    pa.set_memory_pool(pa.system_memory_pool())
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
