@@ -188,7 +188,7 @@ def test_repeats_swaps_and_pairs_without_a_difference_are_counted(report, stored
     _, summary, page = report(write_rows(tmp_path / "d.jsonl", rows))
     assert (summary["exact_duplicates"], summary["contrary"], summary["identical"]) == (3, 2, 1)
     assert summary["alike"] == 1
-    assert "3 of 126 pairs (2.3%) repeat an earlier pair token for token" in page
+    assert "3 of 126 pairs (2.4%) repeat an earlier pair token for token" in page
     assert "Row 125" in page
 
 
