@@ -66,14 +66,15 @@ def measured(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     make_model(model, "tiny")
     data = folder / "pairs.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    keys, values = long_rows(512, 100_000)
+    keys, values = long_rows(512, 10_000)  # a look-up of as many of them as a request may name answers with 100 MB
     Store(folder / "store").create_table(REFERENCE).append(values)
+    size = ServerSettings.model_fields["max_body_bytes"].default
     bounds = Bounds(
-        size=ServerSettings.model_fields["max_body_bytes"].default,
+        size=size,
         json=bodies._MAX_JSON_BYTES,
         keys=lookups._MAX_KEYS,
         sequences=scores._MAX_SEQUENCES,
-        tokens=scores._MAX_TOKENS,
+        tokens=min(scores._MAX_TOKENS, size // 17),  # 16 bytes each with a mask, and the offsets
     )
     (folder / "service.toml").write_text(f'state = "{folder / "state"}"\npinned = "ref"\n')
     place = ("--store", folder / "store", "--config", folder / "service.toml", "--model", f"ref={model}")
