@@ -3,7 +3,8 @@
 import signal
 
 import reflogp.service.runner.process
-import reflogp.service.runner.report  # noqa: F401
+import reflogp.service.runner.report
+import reflogp.service.runner.run  # noqa: F401
 
 # systemd sends SIGTERM to all processes of a service, but running jobs need the fork server until they have stopped
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
