@@ -27,6 +27,7 @@ from reflogp.scoring.versus import Versus, log_ratios
 from reflogp.store import Reference, Snapshot, Store, UsageError
 from reflogp.store.files import write_atomically
 from reflogp.store.joins import INPUT_IDS_COLUMN, ROW_COLUMN, UNUSABLE, Asked, answer, ask, tokens_column
+from reflogp.store.keys import KEY_TYPE
 from reflogp.store.texts import counted, short_repr
 from reflogp.store.top import TopFound, TopSnapshot
 from reflogp.store.windows import TrainerSettings
@@ -285,7 +286,7 @@ def with_columns(dataset: Any, source: RowSource, windows: Callable[[RowSource, 
         return dataset[numbers].with_columns(polars.DataFrame(polars.from_arrow(columns)).get_columns())
     if isinstance(dataset, pa.Table):
         return _side_by_side(dataset if len(numbers) == len(dataset) else dataset.take(pa.array(numbers)), columns)
-    return _of_dataset(dataset, columns)
+    return _of_dataset(dataset, _without_fixed_size(columns))
 
 
 def _some(windows: Iterator[JoinedWindow]) -> Iterator[JoinedWindow]:
@@ -301,7 +302,8 @@ def _of_path(source: RowSource, windows: Callable[[RowSource, bool], Iterator[Jo
     import datasets
 
     schema = source.schema()
-    tables = [_side_by_side(table_of_rows(window.rows, schema), window.columns) for window in _some(windows(source, False))]
+    some = _some(windows(source, False))
+    tables = [_side_by_side(table_of_rows(window.rows, schema), _without_fixed_size(window.columns)) for window in some]
     return datasets.Dataset(pa.concat_tables(tables))
 
 
@@ -323,6 +325,12 @@ def _of_dataset(dataset: Any, columns: pa.Table) -> Any:
         named = None if set(before["columns"]) == set(dataset.column_names) else list(before["columns"])
         joined.set_format(before["type"], named, before["output_all_columns"], **before["format_kwargs"])
     return joined
+
+
+def _without_fixed_size(columns: pa.Table) -> pa.Table:
+    """Return the columns with keys as binary of any size: datasets before 5.1 has no type for binary of a fixed size."""
+    fields = [field.with_type(pa.binary()) if field.type == KEY_TYPE else field for field in columns.schema]
+    return columns.cast(pa.schema(fields))
 
 
 def _side_by_side(table: pa.Table, columns: pa.Table) -> pa.Table:
