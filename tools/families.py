@@ -47,7 +47,14 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "Mistral, sliding window 8": lambda: tf.MistralForCausalLM(tf.MistralConfig(**_GQA, sliding_window=8)),
     "Mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**_GQA, num_local_experts=4, num_experts_per_tok=2)),
     "Gemma 2 (soft caps, sliding window 8)": lambda: tf.Gemma2ForCausalLM(
-        tf.Gemma2Config(**_GQA, head_dim=16, sliding_window=8, final_logit_softcapping=5.0, attn_logit_softcapping=3.0)
+        tf.Gemma2Config(
+            **_GQA,
+            head_dim=16,
+            sliding_window=8,
+            final_logit_softcapping=5.0,
+            attn_logit_softcapping=3.0,
+            attn_implementation="eager",  # transformers before 5.21 ignores the soft cap unless told so
+        )
     ),
     "Gemma 3 (sliding window 8)": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**_GQA, head_dim=16, sliding_window=8)),
     "Phi-3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**_GQA)),

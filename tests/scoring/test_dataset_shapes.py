@@ -29,6 +29,7 @@ from reflogp.scoring.data.read import RowSource, table_of_rows
 from reflogp.scoring.data.tokenize import tokenize_dataset
 from reflogp.store import ReflogpError, UsageError, sequence_keys
 from tests.conftest import wider_data, write_rows
+from tests.versions import skip_before
 
 TELLING = (
     "{{ tools | tojson }}{{ mode | default('no mode') | tojson }}{{ budget | default('no budget') | tojson }}\n"
@@ -208,6 +209,8 @@ def loaded(kind: str, file: Any) -> datasets.Dataset:
     return datasets.load_dataset(kind, data_files=str(file), split="train")
 
 
+#: What TRL did before 1.14.
+CUT_BEFORE = "begins completions where the prompt's own tokens end, and ends plain text with EOS whether it has one or not"
 #: Rows that begin otherwise with the awkward tokenizer.
 WITH_BOS = (
     "plain",
@@ -225,6 +228,10 @@ WITH_BOS = (
 
 @pytest.mark.parametrize(("name", "which"), [*((name, "telling") for name in ROWS), *((name, "awkward") for name in WITH_BOS)])
 def test_rows_of_json_lines(name, which, request, tmp_path):
+    if which == "awkward" or name == "plain, EOS is there":
+        skip_before("trl", "1.14", CUT_BEFORE)
+    if name == "contents that are dates":
+        skip_before("transformers", "5.23", "writes no dates in templates")
     tokenizer, file = request.getfixturevalue(which), write_rows(tmp_path / "rows.jsonl", ROWS[name])
     trainer = KTOTrainer if "completion" in ROWS[name][0] else DPOTrainer
     expected = keys_of_trl(loaded("json", file), tokenizer, tmp_path, trainer)
@@ -241,6 +248,7 @@ def test_every_data_file(file, which, request, tmp_path):
 
 
 def test_pairs_read_as_kto_rows_are_unpaired_as_trl_does(awkward, tmp_path):
+    skip_before("trl", "1.14", CUT_BEFORE)
     rows = [pair([user("a"), assistant("b"), user("c")]), pair(), *CHATS]
     expected = keys_of_trl(datasets.Dataset.from_list(rows), awkward, tmp_path, KTOTrainer)
     found, problems = keys_of_reflogp(write_rows(tmp_path / "rows.jsonl", rows), awkward, form="kto")
@@ -379,6 +387,8 @@ def write_files(folder: Path, kind: str | None, files: dict[str, str | bytes]) -
 
 @pytest.mark.parametrize("name", FILES)
 def test_files(name, telling, tmp_path):
+    if name == "JSON array, BOM":
+        skip_before("datasets", "5.1", "reads no JSON array after a byte order mark")
     kind, files = FILES[name]
     path = write_files(tmp_path / "data", kind, files)
     rows = loaded(kind, path) if kind else datasets.load_dataset(str(path), split="train")

@@ -115,7 +115,7 @@ def test_configs_that_public_reports_name(name, tmp_path):
     config = CONFIGS[name]()
     kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     kind.from_config(config).save_pretrained(tmp_path)
-    model = kind.from_pretrained(tmp_path, dtype="float32").eval()
+    model = kind.from_pretrained(tmp_path, dtype="float32", attn_implementation="eager").eval()
     sequences = some_pairs(16)
     assert {len(s) > 40 for s in sequences} == {len(s) > 64 for s in sequences} == {True, False}
     assert largest_error(TorchEngine(str(tmp_path), "float32").score(sequences), model, sequences) <= 1e-4
@@ -164,7 +164,7 @@ def test_rows_of_a_padded_batch_are_what_the_model_makes_of_them(name, tmp_path)
 @pytest.mark.parametrize("name", ["Llama", "Gemma 2 (soft caps, sliding window 8)", "Mamba"])
 def test_temperature_divides_the_logits(name, tmp_path):
     build(name).save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32", attn_implementation="eager")
     sequences = some_pairs(4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -3,13 +3,14 @@
 import json
 import math
 import tempfile
+from itertools import takewhile
 
 import datasets
 import pytest
 from datasets.utils.json import ujson_loads
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from trl.data_utils import _tokenize, common_prefix_length
+from trl.data_utils import _tokenize
 
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.shape import reserved_kwargs
@@ -38,7 +39,7 @@ def trl_tokens(row: dict, tokenizer) -> dict:
     kwargs = {"tools": json.loads(tools) if isinstance(tools, str) else tools, **(row.get("chat_template_kwargs") or {})}
     prompt = _tokenize(tokenizer, row["prompt"], add_generation_prompt=True, **kwargs)["input_ids"]
     sides = [_tokenize(tokenizer, row["prompt"] + row[side], **kwargs)["input_ids"] for side in ("chosen", "rejected")]
-    cut = min(common_prefix_length(prompt, ids) for ids in sides)
+    cut = min(len(list(takewhile(lambda pair: pair[0] == pair[1], zip(prompt, ids, strict=False)))) for ids in sides)
     return {"prompt_ids": prompt[:cut], "chosen_ids": sides[0][cut:], "rejected_ids": sides[1][cut:]}
 
 

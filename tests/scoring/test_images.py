@@ -35,6 +35,7 @@ from reflogp.scoring.torch_engine import images as images_module
 from reflogp.scoring.torch_engine.sequences import Sequence
 from reflogp.scoring.vision import VisionProcessor, load_processor
 from tests.conftest import write_rows
+from tests.versions import skip_before
 from tests.vision_models import FAMILIES, encoded, make, pair, picture
 
 #: Of the folders of `family`: some processors cannot be loaded without torchvision.
@@ -454,6 +455,7 @@ def bad_images(tmp_path) -> dict[str, tuple[dict, str]]:
 
 
 def test_rows_whose_images_cannot_be_used_are_named_and_the_others_go_on(llava, tmp_path):
+    skip_before("transformers", "5.23", "has processors that take placeholders in an answer")
     bad = bad_images(tmp_path)
     data = [pair("good", [PICTURES[0]]), *(row for row, _ in bad.values()), pair("good too", [PICTURES[1]])]
     [window] = tokenized(llava, open_dataset(data))

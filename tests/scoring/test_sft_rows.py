@@ -14,6 +14,7 @@ from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.shape import DatasetError
 from reflogp.scoring.data.tokenize import tokenize_dataset
 from tests.conftest import write_rows
+from tests.versions import skip_before
 
 CHAT = [
     {"role": "system", "content": "Be short."},
@@ -60,6 +61,8 @@ def trl(rows, tokenizer, folder) -> datasets.Dataset:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_have_the_tokens_of_trl(name, chatty, tmp_path):
+    if name == "plain prompt and completion":
+        skip_before("trl", "1.14", "begins completions where the prompt's own tokens end")
     prepared = trl(copy.deepcopy(ROWS[name]), chatty, tmp_path)
     [window] = tokenize_dataset(RowSource(str(write_rows(tmp_path / "rows.jsonl", ROWS[name]))), chatty)
     assert not window.problems and not window.notes

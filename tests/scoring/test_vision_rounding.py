@@ -5,7 +5,6 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
-from trl.trainer.utils import add_fused_lm_head
 
 from reflogp.scoring import TorchEngine
 from tests.scoring.test_images import PROCESSORS, engine_sequences
@@ -34,6 +33,8 @@ def some_pairs(seed: int) -> list[dict]:
 @torch.no_grad()
 def values_of_trl(folder, data, dtype, batch: int) -> list[np.ndarray]:
     """Of each side, as DPOTrainer computes those of its reference model."""
+    from trl.trainer.utils import add_fused_lm_head  # from TRL 1.13 on
+
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval()
     add_fused_lm_head(model)
     collator = DataCollatorForVisionPreference(PROCESSORS[folder])

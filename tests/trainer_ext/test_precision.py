@@ -26,15 +26,15 @@ AUTOCAST = "bfloat16-autocast"
     ],
 )
 def test_what_a_run_computes_in(weights, changes, launched_with, expected, policy, config, dataset, tokenizer, monkeypatch):
-    """Beside what a product of the prepared reference model really comes out in."""
+    """Beside what a product of the prepared policy really comes out in."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched_with)
     args = config(DPOConfig, **changes)
     trainer = DPOTrainer(policy(weights), args=args, train_dataset=dataset, processing_class=tokenizer)
     assert computes_in(trainer.accelerator.unwrap_model(trainer.model), trainer.accelerator) == expected
     seen = {}
-    layer = trainer.ref_model.model.layers[0].mlp.up_proj
+    layer = trainer.accelerator.unwrap_model(trainer.model).model.layers[0].mlp.up_proj
     layer.register_forward_hook(lambda module, inputs, output: seen.update(product=output.dtype, states=inputs[0].dtype))
-    trainer.ref_model(input_ids=torch.arange(3, 20)[None])
+    trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)(input_ids=torch.arange(3, 20)[None])
     assert seen["product"] == getattr(torch, expected.removesuffix("-autocast"))
     assert seen["states"] == getattr(torch, weights)
 
