@@ -10,8 +10,9 @@ import pytest
 
 from tests.service.serving import float32, running, settings_file
 
-TOKENS = {name: f"token-of-{name}" for name in ("reader", "scorer", "boss")}
-SCOPES = {"reader": ["read"], "scorer": ["score"], "boss": ["admin"]}
+SCOPES = {"reader": ["read"], "jobber": ["jobs"], "trainer": ["online"], "scorer": ["score"], "boss": ["admin"]}
+TOKENS = {name: f"token-of-{name}" for name in SCOPES}
+OF_JOBS, ONLINE = {"jobber", "scorer", "boss"}, {"trainer", "scorer", "boss"}
 
 
 @pytest.fixture(scope="module")
@@ -92,17 +93,17 @@ def test_requests_that_do_not_fit(ask, method, path, options, statuses):
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [
-        ("GET", "/v1/jobs", {"reader", "scorer", "boss"}),
-        ("GET", "/v1/uploads", {"reader", "scorer", "boss"}),
-        ("POST", "/v1/jobs", {"scorer", "boss"}),
-        ("DELETE", "/v1/jobs/none", {"scorer", "boss"}),
-        ("POST", "/v1/jobs/none/retry", {"scorer", "boss"}),
-        ("PUT", "/v1/uploads/a.jsonl", {"scorer", "boss"}),
-        ("DELETE", "/v1/uploads/a.jsonl", {"scorer", "boss"}),
-        ("POST", "/v1/score?reference=ref", {"scorer", "boss"}),
-        ("POST", "/v1/completions", {"scorer", "boss"}),
-        ("GET", "/v1/models", {"reader", "scorer", "boss"}),
-        ("GET", "/metrics", {"reader", "scorer", "boss"}),
+        ("GET", "/v1/jobs", set(SCOPES)),
+        ("GET", "/v1/uploads", set(SCOPES)),
+        ("POST", "/v1/jobs", OF_JOBS),
+        ("DELETE", "/v1/jobs/none", OF_JOBS),
+        ("POST", "/v1/jobs/none/retry", OF_JOBS),
+        ("PUT", "/v1/uploads/a.jsonl", OF_JOBS),
+        ("DELETE", "/v1/uploads/a.jsonl", OF_JOBS),
+        ("POST", "/v1/score?reference=ref", ONLINE),
+        ("POST", "/v1/completions", ONLINE),
+        ("GET", "/v1/models", set(SCOPES)),
+        ("GET", "/metrics", set(SCOPES)),
     ],
 )
 def test_who_may_what(ask, method, path, allowed):

@@ -75,7 +75,10 @@ def token(
     name: Annotated[str, typer.Argument(help="Name of the token's user, shown in logs and as the submitter of jobs.")],
     scope: Annotated[
         list[str] | None,
-        typer.Option(help="Scope of the token: read, score (includes read) or admin; repeatable. Default: score."),
+        typer.Option(
+            help="Scope of the token: read; jobs or online (each includes read); score (both) or admin; repeatable. "
+            "Default: score."
+        ),
     ] = None,
     config: Annotated[
         Path | None,

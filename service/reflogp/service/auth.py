@@ -21,7 +21,11 @@ from reflogp.service.settings import Scope, TokenSettings
 #: How long a browser stays signed in, in seconds.
 SIGNED_IN_SECONDS = 12 * 3600
 #: Dict from each scope to the scopes of which a token must have one.
-_PERMITTING: dict[Scope, set[Scope]] = {"read": {"read", "score", "admin"}, "score": {"score", "admin"}, "admin": {"admin"}}
+_PERMITTING: dict[Scope, set[Scope]] = {
+    "read": {"read", "jobs", "online", "score", "admin"},
+    "jobs": {"jobs", "score", "admin"},
+    "online": {"online", "score", "admin"},
+}
 #: HTTP methods for which the routes that use `requires` accept the cookie. Methods that change something are not in the
 #: list, because browsers also send the cookie when a page of another service on the same host makes a request. The routes that
 #: receive the forms of the web pages also accept the cookie, but refuse a form that was not sent from a page of this service

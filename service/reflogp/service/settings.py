@@ -33,9 +33,9 @@ from reflogp.scoring.vllm_engine.options import check_options
 from reflogp.store.errors import UsageError
 from reflogp.store.storage import PLACES, normalize_uri
 
-#: What a token permits. read: all requests that only read. score: also submit, cancel and retry jobs, send and delete uploads,
-#: and score sequences online. admin: everything.
-Scope = Literal["read", "score", "admin"]
+#: What a token permits. read: all requests that only read. jobs: also submit, cancel and retry jobs, and send and delete
+#: uploads. online: also score sequences online. score: both. admin: everything.
+Scope = Literal["read", "jobs", "online", "score", "admin"]
 SCOPES: tuple[str, ...] = get_args(Scope)
 
 
@@ -124,7 +124,7 @@ class TokenSettings(BaseModel):
     model_config = ConfigDict(extra="forbid")
     name: str = Field(description="Name of the token's user, shown in logs and as the submitter of jobs.")
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="sha256 digest of the token.")
-    scopes: set[Scope] = Field(description="The token's scopes: any of `read`, `score` and `admin`.")
+    scopes: set[Scope] = Field(description="The token's scopes: any of `read`, `jobs`, `online`, `score` and `admin`.")
 
 
 class ServerSettings(BaseSettings):

@@ -102,7 +102,7 @@ def _are_ids(ids: Any) -> bool:
 def completions_router(context: Context) -> APIRouter:
     router = APIRouter(tags=["completions"])
     writing = asyncio.Semaphore(_WRITERS)
-    scorer = Depends(requires("score", context.settings.tokens))
+    scorer = Depends(requires("online", context.settings.tokens))
 
     @router.get(
         "/health",

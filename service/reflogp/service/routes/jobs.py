@@ -37,7 +37,7 @@ def jobs_router(context: Context) -> APIRouter:
     router = APIRouter(tags=["jobs"])
     settings, precompute, ledger = context.settings, context.precompute, context.ledger
     reader = Depends(requires("read", settings.tokens))
-    scorer = Depends(requires("score", settings.tokens))
+    scorer = Depends(requires("jobs", settings.tokens))
 
     @router.post(
         "/v1/jobs",

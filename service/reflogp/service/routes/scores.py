@@ -77,7 +77,7 @@ class ScoreAnswer(BaseModel):
 
 
 def scores_router(context: Context) -> APIRouter:
-    router = APIRouter(dependencies=[Depends(requires("score", context.settings.tokens))])
+    router = APIRouter(dependencies=[Depends(requires("online", context.settings.tokens))])
 
     @router.post(
         "/v1/score",

@@ -39,7 +39,7 @@ def uploads_router(context: Context) -> APIRouter:
     router = APIRouter(tags=["uploads"])
     uploads = context.uploads
     reader = Depends(requires("read", context.settings.tokens))
-    scorer = Depends(requires("score", context.settings.tokens))
+    scorer = Depends(requires("jobs", context.settings.tokens))
 
     @router.put(
         "/v1/uploads/{name}",
