@@ -414,6 +414,16 @@ def test_forms_that_are_refused(service, guarded, done):
     assert answer.status_code == 413 and "<!doctype html>" in answer.text
 
 
+def test_a_program_reads_pages_with_the_bearer_token(guarded):
+    bearer = {"Authorization": f"Bearer {TOKENS['anna'][0]}"}
+    answer = httpx.get(f"{guarded}/references", headers=bearer)
+    assert answer.status_code == 200 and "tiny" in answer.text and "anna" in answer.text
+    for wrong in ("Bearer wrong", "Basic Z3Vlc3M6"):
+        assert httpx.get(f"{guarded}/references", headers={"Authorization": wrong}).status_code == 303
+    with signed_in(guarded) as client:  # behind a proxy with a password of its own
+        assert client.get("/references", headers={"Authorization": "Basic Z3Vlc3M6"}).status_code == 200
+
+
 def test_the_cookie_reads_the_api_and_changes_nothing(guarded):
     with signed_in(guarded) as client:
         assert client.get("/v1/jobs").status_code == 200

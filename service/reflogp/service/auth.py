@@ -14,6 +14,7 @@ from urllib.parse import unquote
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security.utils import get_authorization_scheme_param
 
 from reflogp.service.problems import Problem
 from reflogp.service.settings import Scope, TokenSettings
@@ -53,9 +54,12 @@ def entry_of(token: str, tokens: list[TokenSettings]) -> TokenSettings | None:
     return known[0] if token and known else None
 
 
-def signed_in(request: Request, tokens: list[TokenSettings]) -> TokenSettings | None:
-    """Return the entry of the token in the browser's cookie, or None if the browser is not signed in."""
-    return entry_of(unquote(request.cookies.get(cookie_name(request), "")), tokens)
+def caller(request: Request, tokens: list[TokenSettings]) -> TokenSettings | None:
+    """Return the entry of a request's bearer token or, if it has none, of the token in its cookie; None if both are unknown."""
+    scheme, token = get_authorization_scheme_param(request.headers.get("authorization"))
+    if scheme.lower() != "bearer":
+        token = unquote(request.cookies.get(cookie_name(request), ""))
+    return entry_of(token.strip(), tokens)
 
 
 def cookie_name(request: Request) -> str:
@@ -70,8 +74,8 @@ def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitab
     The dependency returns the token's name. It raises Problem 401 if the request has no known token, and Problem 403 if the
     token does not permit it.
 
-    Browsers send no Authorization header when a user follows a link. A GET or HEAD request without this header is therefore
-    admitted if the browser is signed in with such a token.
+    Browsers send no bearer token when a user follows a link. A GET or HEAD request without one is therefore admitted if the
+    browser is signed in with such a token.
 
     If the settings contain no tokens, every request is admitted, and the dependency returns the name "loopback". In that case,
     ServerSettings requires the service to listen on a loopback address.
@@ -83,11 +87,7 @@ def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitab
     ) -> str:
         if not tokens:
             return "loopback"
-        known = None
-        if bearer is not None:
-            known = entry_of(bearer.credentials.strip(), tokens)
-        elif "authorization" not in request.headers and request.method in _SAFE_METHODS:
-            known = signed_in(request, tokens)
+        known = caller(request, tokens) if bearer is not None or request.method in _SAFE_METHODS else None
         if known is None:
             raise Problem(
                 401,

@@ -17,7 +17,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from reflogp.scoring.reports.charts import STYLE
-from reflogp.service.auth import SIGNED_IN_SECONDS, cookie_name, entry_of, require_scope, signed_in
+from reflogp.service.auth import SIGNED_IN_SECONDS, caller, cookie_name, entry_of, require_scope
 from reflogp.service.bodies import read_body, require_type
 from reflogp.service.context import Context
 from reflogp.service.models import JOB_STATES, UNFINISHED, DatasetSpec, Job
@@ -46,7 +46,7 @@ _Handler = Callable[[Request, str], Awaitable[Response]]
 def pages_router(context: Context) -> APIRouter:
     """Return the routes for all pages.
 
-    If the settings contain tokens, all pages except /signin, /signout and /static require a signed-in browser.
+    If the settings contain tokens, all pages except /signin, /signout and /static require one: in the cookie or a header.
     """
     pages = _Pages(context)
     router = APIRouter(include_in_schema=False)
@@ -84,10 +84,9 @@ class _Pages:
         self._templates.globals.update(static=self._static_url, guarded=bool(self._tokens))
 
     def shown(self, handler: _Handler, scope: Scope | None = "read") -> Callable[[Request], Awaitable[Response]]:
-        """Wrap a handler in a route that checks the cookie, shows errors as pages and adds headers to the response.
+        """Wrap a handler in a route that checks the token, shows errors as pages and adds headers to the response.
 
-        If the settings contain tokens, the browser must be signed in with a token that permits `scope`. If `scope` is None,
-        anybody is admitted.
+        If the settings contain tokens, the caller needs one that permits `scope`. If `scope` is None, anybody is admitted.
         """
 
         async def answer(request: Request) -> Response:
@@ -137,7 +136,7 @@ class _Pages:
 
     async def ask_token(self, request: Request, who: str) -> Response:
         target = _local(request.query_params.get("next", ""))
-        if not self._tokens or signed_in(request, self._tokens):
+        if not self._tokens or caller(request, self._tokens):
             return RedirectResponse(target, HTTPStatus.SEE_OTHER)
         return self._page("signin.html", "", next=target, wrong=None)
 
@@ -187,7 +186,7 @@ class _Pages:
             )
         if not self._tokens:
             return await handler(request, "loopback")
-        entry = signed_in(request, self._tokens)
+        entry = caller(request, self._tokens)
         if scope is None:
             return await handler(request, entry.name if entry else "")
         if entry is None:
@@ -203,7 +202,7 @@ class _Pages:
         return HTMLResponse(self._templates.get_template(template).render(values), status)
 
     def _error(self, request: Request, problem: Problem) -> Response:
-        entry = signed_in(request, self._tokens)
+        entry = caller(request, self._tokens)
         response = self._page(
             "error.html",
             entry.name if entry else "" if self._tokens else "loopback",
