@@ -8,7 +8,7 @@ import time
 import httpx
 import pytest
 
-from tests.service.serving import float32, running, settings_file
+from tests.service.serving import float32, running, settings_file, wait_until
 
 SCOPES = {"reader": ["read"], "jobber": ["jobs"], "trainer": ["online"], "scorer": ["score"], "boss": ["admin"]}
 TOKENS = {name: f"token-of-{name}" for name in SCOPES}
@@ -165,6 +165,22 @@ def test_a_bomb_in_a_dataset_is_a_failed_job_and_the_next_one_works(ask, tmp_pat
         while (found := ask("GET", f"/v1/jobs/{number}").json())["state"] in ("queued", "running"):
             time.sleep(0.05)
         assert found["state"] == state, found
+
+
+def test_refusals_and_deletions_are_logged_with_the_tokens_name(service, ask):
+    for number, (method, token, headers, status, by) in enumerate(
+        (
+            ("POST", "reader", {}, 403, "token reader"),
+            ("GET", None, {"authorization": "Bearer guessed-secret"}, 401, "no known token"),
+            ("GET", "boss", {"sec-fetch-site": "cross-site"}, 403, "no known token"),  # no token is looked at
+        )
+    ):
+        assert ask(method, "/v1/jobs", token=token, headers={"x-request-id": f"r-{number}", **headers}).status_code == status
+        line = f"{method} /v1/jobs refused with status {status}: {by} [request r-{number}]"
+        wait_until(lambda line=line: any(line in said for said in service.log), 10)
+    ask("PUT", "/v1/uploads/gone.jsonl", content=b"{}")
+    assert ask("DELETE", "/v1/uploads/gone.jsonl", token="jobber", headers={"x-request-id": "r-9"}).status_code == 204
+    wait_until(lambda: any("upload gone.jsonl deleted: token jobber [request r-9]" in said for said in list(service.log)), 10)
 
 
 def test_no_secret_is_logged(service, ask):

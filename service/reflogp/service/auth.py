@@ -55,11 +55,16 @@ def entry_of(token: str, tokens: list[TokenSettings]) -> TokenSettings | None:
 
 
 def caller(request: Request, tokens: list[TokenSettings]) -> TokenSettings | None:
-    """Return the entry of a request's bearer token or, if it has none, of the token in its cookie; None if both are unknown."""
+    """Return the entry of a request's bearer token or, if it has none, of the token in its cookie; None if both are unknown.
+
+    The token's name is kept in the request's state, for the log of refusals.
+    """
     scheme, token = get_authorization_scheme_param(request.headers.get("authorization"))
     if scheme.lower() != "bearer":
         token = unquote(request.cookies.get(cookie_name(request), ""))
-    return entry_of(token.strip(), tokens)
+    entry = entry_of(token.strip(), tokens)
+    request.state.token = entry.name if entry else None
+    return entry
 
 
 def cookie_name(request: Request) -> str:

@@ -1,11 +1,16 @@
-"""Define the Prometheus metrics of the service, and the middleware that counts and times every request."""
+"""Define the Prometheus metrics of the service, and the middleware that counts and times every request, and logs refusals."""
 
 from __future__ import annotations
 
+import logging
 import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from reflogp.store.texts import shortened
+
+logger = logging.getLogger(__name__)
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -74,7 +79,10 @@ class Metrics:
 
 
 class Timed:
-    """Middleware that counts and times requests by route and status, until the last byte of the response has been sent."""
+    """Middleware that counts and times requests by route and status, until the last byte of the response has been sent.
+
+    Requests that were refused with 401 or 403 are logged, with the token's name if it is known.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -97,3 +105,7 @@ class Timed:
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.requests.labels(route, status).observe(time.perf_counter() - start)
+            if status in (401, 403):
+                name = scope.get("state", {}).get("token")
+                by = f"token {name}" if name else "no known token"
+                logger.info("%s %s refused with status %d: %s", scope["method"], shortened(scope["path"]), status, by)

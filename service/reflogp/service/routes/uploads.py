@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated
 
 from anyio import to_thread
@@ -14,6 +15,8 @@ from reflogp.service.context import Context
 from reflogp.service.models import NAME_PATTERN, UPLOAD_PATTERN, Upload, Uploads
 from reflogp.service.problems import documented
 from reflogp.service.routes.jobs import DATASET_TYPES
+
+logger = logging.getLogger(__name__)
 
 _UploadName = Annotated[str, Path(pattern=NAME_PATTERN, description="Name of the upload.")]
 _NewName = Annotated[str, Path(pattern=UPLOAD_PATTERN, description=f"Name of the upload. It must end in {SUFFIXES_IN_WORDS}.")]
@@ -93,13 +96,13 @@ def uploads_router(context: Context) -> APIRouter:
     @router.delete(
         "/v1/uploads/{name}",
         status_code=204,
-        dependencies=[scorer],
         summary="Delete an upload",
         response_description="The upload has been deleted.",
         responses=documented(401, 403, 404, 422, 503),
     )
-    async def delete(name: _UploadName) -> None:
+    async def delete(name: _UploadName, who: str = scorer) -> None:
         """Delete an upload. Existing jobs can still read its file."""
         await to_thread.run_sync(uploads.delete, name)
+        logger.info("upload %s deleted: token %s", name, who)
 
     return router
