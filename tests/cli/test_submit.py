@@ -56,6 +56,7 @@ def test_submit_watches_a_job_and_saves_its_values(reflogp, url, pairs_file, tmp
     assert code == DONE
     for told in (job["id"], "done", "sft", job["reference_id"], "max_length 400", "80 of 80 sequences"):
         assert told in out
+    assert out.count("tokens/s") == 1 and f"{job['summary']['tokens_per_second']:,.0f} tokens/s" in out
 
 
 def test_without_watch_it_says_how_to_watch(reflogp, url, tmp_path, pair_rows):

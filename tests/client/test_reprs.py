@@ -44,6 +44,10 @@ def test_a_result_is_shown_in_a_few_readable_lines(made, shown):
     assert repr(made) == shown
 
 
+def test_a_job_that_has_ended_shows_no_rate():
+    assert "200 scored\n" in repr(replace(JOB, state="cancelled")) and "tokens/s" not in repr(replace(JOB, state="done"))
+
+
 def test_what_a_service_says_cannot_control_a_terminal():
     shown = repr(replace(JOB, dataset={"uri": "https://user:secret@host/a.jsonl"}, error="\x1b[31mred\n"))
     assert "error: \\x1b[31mred\\n" in shown and "secret" not in shown

@@ -73,6 +73,7 @@ def test_a_job_scores_a_dataset_and_gives_it_back_in_order(client, tmp_path, ref
     assert (job.state, job.error) == ("done", None)
     assert (job.summary["rows"], job.summary["bad_rows"], job.summary["duplicates"]) == (30, 2, 2)
     assert job.progress.done == job.summary["sequences"] == 59
+    assert job.progress.tokens_per_second == job.summary["tokens_per_second"] > 0
     result = pq.read_table(client.result(job.id, tmp_path / "result.parquet"))
     assert result["row"].to_pylist() == list(range(30))
     assert [at for at, error in enumerate(result["error"].to_pylist()) if error] == [7, 8]

@@ -169,7 +169,9 @@ def test_a_done_job_shows_its_bad_rows_and_gives_its_result(chromium, service, d
         assert page.locator("h1").inner_text() == TITLE
         assert page.locator(".badge").inner_text().split() == ["✓", "done"]
         assert page.locator("#progress-text").inner_text() == "78 of 78 sequences (100%)"
-        assert "Sharing gain" in page.locator("main").inner_text()
+        facts = " ".join(page.locator("main").inner_text().split())
+        rate = httpx.get(f"{service}/v1/jobs/{done}").json()["summary"]["tokens_per_second"]
+        assert "Sharing gain" in facts and f"Tokens per second (mean) {rate:,.0f}" in facts and "Time left" not in facts
         bad = page.locator("tr", has=page.locator("td", has_text="rejected is null or missing"))
         assert bad.locator("td").all_inner_texts()[1:] == ["1", "11"]
         assert page.locator("#result").get_attribute("href") == f"/v1/jobs/{done}/result"

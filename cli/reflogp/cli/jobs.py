@@ -328,7 +328,7 @@ def _described(job: Job) -> list[str]:
         "submitted": f"{_time(job.created_at)} by {job.submitted_by}",
         "started": f"{_time(job.started_at)}, attempt {job.attempts}" if job.started_at else "",
         "finished": _time(job.finished_at),
-        "progress": now.line() if now.sequences else "",
+        "progress": now.line(job.state == "running") if now.sequences else "",
     }
     lines = [f"{name:<10} {value}" for name, value in facts.items() if value]
     return [*lines, *outcome(job)] if job.finished else lines

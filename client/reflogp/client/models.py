@@ -85,7 +85,7 @@ class JobProgress:
         scored: number of sequences whose values were computed.
         bad_rows: number of rows read so far that have no values because of an error.
         tokens: number of prompt and completion tokens in the scored sequences.
-        tokens_per_second: current scoring rate, averaged over the last few seconds.
+        tokens_per_second: scoring rate: in the last few seconds while the job runs, in the whole run once it is done.
         seconds: number of seconds since the latest attempt began.
         seconds_left: estimated seconds left at the attempt's average rate, or None while unknown.
     """
@@ -101,12 +101,13 @@ class JobProgress:
     seconds: float = 0.0
     seconds_left: float | None = None
 
-    def line(self) -> str:
+    def line(self, running: bool) -> str:
+        """Describe the progress; the rate and the time left only if the job is running."""
         return (
             f"{self.done:,} of {counted(self.sequences, 'sequence')}: {counted(self.hits, 'hit')}, {self.scored:,} scored"
             + (f", {counted(self.bad_rows, 'bad row')}" if self.bad_rows else "")
-            + (f"; {self.tokens_per_second:,.0f} tokens/s" if self.tokens else "")
-            + (f", {self.seconds_left:,.0f} s left" if self.seconds_left is not None else "")
+            + (f"; {self.tokens_per_second:,.0f} tokens/s" if running and self.tokens else "")
+            + (f", {self.seconds_left:,.0f} s left" if running and self.seconds_left is not None else "")
         )
 
 
@@ -157,7 +158,7 @@ class Job:
         return short_repr(
             "Job",
             self._named(),
-            self.progress.line() if self.progress.sequences else "",
+            self.progress.line(self.state == "running") if self.progress.sequences else "",
             f"reference {self.reference_id}" + (f", snapshot {self.summary.get('snapshot')}" if self.summary else ""),
             f"note: {self.note}" if self.note else "",
             f"error: {self.error}" if self.error else "",

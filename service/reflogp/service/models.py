@@ -154,7 +154,8 @@ class JobProgress(BaseModel):
     )
     tokens: int = Field(0, description="Number of tokens in the scored sequences.")
     tokens_per_second: float = Field(
-        0.0, description="Current throughput: tokens scored per second, averaged over the last few seconds."
+        0.0,
+        description="Tokens scored per second: in the last few seconds while the job runs; in the whole run once it is done.",
     )
     seconds: float = Field(0.0, description="Seconds since the latest attempt began.")
     seconds_left: float | None = Field(

@@ -20,7 +20,7 @@ from reflogp.scoring.data.tokenizer_files import TokenizerFiles, read_tokenizer_
 from reflogp.scoring.errors import DatasetError
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.scheduler import Scheduler, Workers
-from reflogp.scoring.runs.score import score_dataset
+from reflogp.scoring.runs.score import ScoreSummary, score_dataset
 from reflogp.scoring.tracing import run_span, span
 from reflogp.scoring.vision import load_processor
 from reflogp.service.confined_paths import OpenDataset
@@ -85,23 +85,25 @@ class Progress(ProgressCallbacks):
     def committed(self, snapshot: int) -> None:
         self._report(committed=True)
 
-    def finish(self, sequences: int, hits: int) -> None:
-        """Report the final counts. Duplicates within the dataset do not count toward `hits`."""
-        self._sequences = self._done = sequences
-        self._hits = hits
-        self._report(now=True)
+    def finish(self, summary: ScoreSummary) -> None:
+        """Report the final counts, and the rate of the whole run. Duplicates within the dataset do not count toward `hits`."""
+        self._sequences = self._done = summary.sequences
+        self._hits = summary.hits
+        self._report(rate=summary.tokens_per_second)
 
-    def _report(self, committed: bool = False, now: bool = False) -> None:
+    def _report(self, committed: bool = False, rate: float | None = None) -> None:
+        """Report progress. `rate` is the rate to report at the end; while the job runs, it is that of the last seconds."""
         self._check()
         moment = time.monotonic()
-        if not committed and not now and moment - self._sent < _REPORT_SECONDS:
+        if not committed and rate is None and moment - self._sent < _REPORT_SECONDS:
             return
         self._sent = moment
         self._recent.append((moment, self._tokens))
         while len(self._recent) > 2 and moment - self._recent[1][0] > _RATE_SECONDS:
             self._recent.popleft()
         (since, before) = self._recent[0]
-        rate = (self._tokens - before) / (moment - since) if moment > since else 0.0
+        if rate is None:
+            rate = (self._tokens - before) / (moment - since) if moment > since else 0.0
         left = None
         if self._scoring_since is not None:
             left = max(0, self._sequences - self._done) * (moment - self._scoring_since) / self._scored
@@ -174,7 +176,7 @@ def run_job(
             snapshot = store[reference.reference_id].snapshot()
             write_result(dataset, snapshot, settings, progress.problems, order.context.result(order.claim.id), check)
     delete_oldest(order.context.tokens, order.context.max_tokens_bytes)
-    progress.finish(summary.sequences, summary.hits)
+    progress.finish(summary)
     reasons = bad_row_reasons(progress.problems)
     return asdict(summary) | {"image_files": dataset.names_image_files, "bad_row_reasons": reasons}
 
