@@ -69,12 +69,15 @@ def test_without_watch_it_says_how_to_watch(reflogp, url, tmp_path, pair_rows):
     assert (code, last_object(out)["id"], last_object(out)["state"]) == (DONE, job, "done")
 
 
-def test_bad_rows_are_told_by_the_exit_code(reflogp, url, tmp_path, pair_rows):
+def test_bad_rows_are_told_by_the_exit_code(reflogp, url, folder, tmp_path, pair_rows):
     data = write_rows(tmp_path / "some_bad.jsonl", [*pair_rows[44:46], {"prompt": "p", "chosen": None, "rejected": 3}])
     submit = ("submit", url, data, "--reference", "sft", "--watch")
     code, out, _ = reflogp(*submit)
     assert code == MISSES
-    assert "1 bad row" in out and "  row 2: chosen is null or missing" in out
+    counts, _, where, reason = out.splitlines()
+    assert re.fullmatch(r"3 rows, 4 sequences: \d hits?, \d scored; 1 bad row", counts)
+    assert reason.startswith("  row 2: chosen is null or missing")
+    assert where.startswith("reference ") and f" of {folder}" in where
     assert reflogp(*submit[:-1])[0] == MISSES  # known, and done
     code, _, err = reflogp(
         "jobs", "result", url, last_object(reflogp(*submit, "--json")[1])["id"], "-o", tmp_path / "v.parquet"

@@ -15,9 +15,10 @@ import typer
 from reflogp.cli import options
 from reflogp.cli.console import EXIT_DONE, EXIT_FAILED, EXIT_MISSES, WatchInterruptedError, err, print_result, progress_bar
 from reflogp.client import Client, Job, RequestRefusedError, ServiceError, ServicePath, ServiceUri, Uploaded, files
-from reflogp.client.models import JobState, dataset_name
+from reflogp.client.models import JobState, dataset_name, known
+from reflogp.scoring.runs.summary import ScoreSummary
 from reflogp.store import UsageError
-from reflogp.store.texts import counted, hide_secrets, visible
+from reflogp.store.texts import hide_secrets, visible
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -290,22 +291,12 @@ def outcome(job: Job) -> list[str]:
         return [f"job {job.id} failed: {job.error}"]
     if job.state != "done" or job.summary is None:
         return [f"job {job.id} {'was cancelled' if job.state == 'cancelled' else f'is {job.state}'}"]
-    summary = job.summary
-    counts = {name: summary.get(name) or 0 for name in ("hits", "scored", "duplicates", "failed", "bad_rows", "dropped_rows")}
-    told = ", ".join(
-        counted(n, name.removesuffix("s").replace("_", " ")) if name.endswith("s") else f"{n:,} {name}"
-        for name, n in counts.items()
-        if n or name in ("hits", "scored")
-    )
-    lines = [f"note: {note}" for note in summary.get("notes", [])]
-    lines.append(f"{summary.get('rows', 0):,} rows, {summary.get('sequences', 0):,} sequences: {told}")
-    for entry in summary.get("bad_row_reasons", []):
+    summary = ScoreSummary(**known(ScoreSummary, job.summary))
+    lines = [f"note: {note}" for note in summary.notes] + summary.lines()
+    for entry in job.summary.get("bad_row_reasons", []):
         more = f" and {entry['rows'] - 1:,} more" if entry["rows"] > 1 else ""
         lines.append(f"  row {entry['examples'][0]}{more}: {entry['reason']}")
-    if counts["scored"]:
-        tokens, rate = summary.get("tokens", 0), summary.get("tokens_per_second", 0)
-        lines.append(f"{tokens:,} tokens in {summary.get('scoring_seconds', 0):.1f} s: {rate:,.0f} tokens/s")
-    return [*lines, f"reference {job.reference_id}, snapshot {summary.get('snapshot')}"]
+    return lines
 
 
 def exit_code(job: Job) -> int:

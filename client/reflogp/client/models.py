@@ -184,7 +184,7 @@ def dataset_name(job: Job) -> str:
 _TIMES = ("created_at", "started_at", "finished_at")
 
 
-def known(kind: Any, entry: dict[str, Any]) -> dict[str, Any]:
+def known(kind: Any, entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return the items of `entry` that are fields of the dataclass `kind`: a newer service may send other items too."""
     return {one.name: entry[one.name] for one in fields(kind) if one.name in entry}
 
