@@ -14,6 +14,7 @@ from reflogp.cli.score import HASHING, find_reference, tokenized
 from reflogp.store import Snapshot, Store
 from reflogp.store.commands import ScoreArguments, naming_command
 from reflogp.store.texts import counted
+from reflogp.store.windows import PROMPT_FILLS
 
 if TYPE_CHECKING:
     from reflogp.scoring.data.tokenize import TokenizedDataset
@@ -174,4 +175,4 @@ def _print_versus_missing(rows: int, versus: Versus | None, dataset: TokenizedDa
 
 def _print_dropped(rows: int) -> None:
     if rows:
-        err.print(f"dropped {counted(rows, 'row')}, as TRL does, because the prompt alone fills --max-length", style="yellow")
+        err.print(f"dropped {counted(rows, 'row')}, as TRL does, because {PROMPT_FILLS}", style="yellow")

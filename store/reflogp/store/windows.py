@@ -16,6 +16,8 @@ from reflogp.store.errors import UsageError
 from reflogp.store.keys import TokenLists, list_lengths, sequence_keys, token_lists
 
 TruncationMode = Literal["keep_start", "keep_end"]
+#: Why a row is dropped, in messages.
+PROMPT_FILLS = "the prompt alone fills max_length"
 
 Int64s = npt.NDArray[np.int64]
 

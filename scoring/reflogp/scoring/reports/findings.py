@@ -16,6 +16,7 @@ from reflogp.scoring.reports.collect import ALIKE, Collected
 from reflogp.scoring.reports.measures import Comparison, Duplicates, LabelPreference, OutlierKind, PairPreference
 from reflogp.scoring.reports.truncation import TRL_MAX_LENGTH, Cut
 from reflogp.store.texts import counted, percent
+from reflogp.store.windows import PROMPT_FILLS
 
 #: Kinds of findings. "fix": something is wrong or missing. "check": the user should check this before training. "good": this
 #: was checked, and no problem was found. "fact": a number without a judgment.
@@ -184,7 +185,7 @@ def truncation_findings(at: Cut, asked: bool, enough: int, noun: str) -> list[Fi
         parts.append(f"{_of(at.touched, at.examples, noun)} {'is' if at.touched == 1 else 'are'} cut")
     if at.dropped:
         dropped = f"{_of(at.dropped, at.examples, noun)} {'is' if at.dropped == 1 else 'are'} dropped"
-        parts.append(f"{dropped} (the prompt alone fills max_length)")
+        parts.append(f"{dropped} ({PROMPT_FILLS})")
     text = f"At {which} {' and '.join(parts)}; {percent(lost, at.tokens)} of the completion tokens are lost. "
     if at.same:
         text += f"In {at.same:,} of the cut pairs, no difference is left between chosen and rejected. "

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from reflogp.store.texts import counted, short_repr
+from reflogp.store.windows import PROMPT_FILLS
 
 
 @dataclass
@@ -75,7 +76,7 @@ class ScoreSummary:
             + (f", {counted(self.duplicates, 'duplicate')}" if self.duplicates else "")
             + (f", {self.failed:,} failed" if self.failed else "")
             + (f"; {counted(self.bad_rows, 'bad row')}" if self.bad_rows else "")
-            + (f"; {counted(self.dropped_rows, 'row')} dropped (prompt fills max_length)" if self.dropped_rows else "")
+            + (f"; {counted(self.dropped_rows, 'row')} dropped ({PROMPT_FILLS})" if self.dropped_rows else "")
         )
         rates = (
             f"{self.tokens:,} tokens in {self.scoring_seconds:.1f} s: {self.tokens_per_second:,.0f} tokens/s"

@@ -25,12 +25,12 @@ from reflogp.store.files import write_atomically
 from reflogp.store.joins import Join, ask, check_ld_alpha, completion_columns, join_found, tokens_column
 from reflogp.store.keys import KEY_TYPE
 from reflogp.store.schema import one_array
-from reflogp.store.windows import TrainerSettings
+from reflogp.store.windows import PROMPT_FILLS, TrainerSettings
 
 #: Maximum number of reasons that `bad_row_reasons` lists, and of row numbers for each of them.
 _REASONS, _EXAMPLES = 20, 5
 _NO_VALUE = "at least one of the row's values is missing from the store or cannot be used"
-_DROPPED = "dropped because the prompt alone fills max_length; the trainer drops the row too"
+_DROPPED = f"dropped because {PROMPT_FILLS}; the trainer drops the row too"
 
 
 def bad_row_reasons(problems: dict[int, str]) -> list[dict[str, Any]]:
