@@ -74,6 +74,14 @@ def test_a_join_equals_trls_sums(rows, max_length, mode, ld_alpha, tmp_path_fact
     assert np.allclose(got, trl_sums(rows, max_length, mode, ld_alpha), rtol=1e-5, atol=1e-4)
 
 
+def test_a_row_that_trl_drops_has_no_sums(tmp_path):
+    table = Store(tmp_path).create_table(Reference("ab" * 16, "m", "float32", "float32", ("0",), {}))
+    rows = pa.table({"prompt_ids": [[1, 2, 3]], "chosen_ids": [[4, 5]], "rejected_ids": [[6]]})
+    join = join_logps(rows, table.snapshot(), max_length=3)
+    assert (join.dropped.tolist(), join.missing.tolist(), join.unusable.tolist()) == ([True], [False], [False])
+    assert [np.isnan(sums).tolist() for sums in join.logps.values()] == [[True], [True]]
+
+
 def test_settings_that_no_trainer_knows_are_refused():
     for settings_ in ({"max_length": 0}, {"max_length": 5, "truncation_mode": "middle"}):
         with pytest.raises(UsageError):

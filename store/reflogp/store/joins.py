@@ -157,7 +157,7 @@ def join_logps(
 
     Returns:
         A Join with the sum of each completion's log-probs, in nats, and with masks of the rows whose values are missing or
-        unusable.
+        unusable, or which TRL drops. The sums of dropped rows are NaN.
 
     Raises:
         UsageError: columns are missing or do not contain token ids, the settings are invalid, there are no tables, or ld_alpha
@@ -171,7 +171,10 @@ def join_logps(
         >>> join_logps(rows, snapshot, max_length=1024)
         Join(1 row with ref_chosen_logps, ref_rejected_logps: 1 missing, 0 unusable, 0 dropped)
     """
-    return answer(ask(tables, max_length=max_length, truncation_mode=truncation_mode), lookup, ld_alpha)
+    join = answer(ask(tables, max_length=max_length, truncation_mode=truncation_mode), lookup, ld_alpha)
+    for sums in join.logps.values():
+        sums[join.dropped] = np.nan  # not in `answer`: a batch with such a row has a sum of 0 on the policy's side, too
+    return join
 
 
 def ask(tables: pa.Table | Iterable[pa.Table], *, max_length: int | None = None, truncation_mode: str = "keep_start") -> Asked:
