@@ -100,10 +100,10 @@ def test_notes_about_the_rows_are_told_by_submit_and_show(reflogp, url, tmp_path
     rows = [{**row, "prompt": ""} for row in rows]
     code, out, _ = reflogp("submit", url, write_rows(tmp_path / "bare.jsonl", rows), "--reference", "sft", "--watch")
     assert code == DONE
-    for said in ("note: 3 rows have no prompt", "the file has question; rename the column"):
+    for said in ("note: 3 rows have no prompt tokens", "the file has question; rename the column"):
         assert said in out
     job = last_object(reflogp("jobs", "ls", url, "--limit", 1, "--json")[1])["jobs"][0]["id"]
-    assert "note: 3 rows have no prompt" in reflogp("jobs", "show", url, job)[1]
+    assert "note: 3 rows have no prompt tokens" in reflogp("jobs", "show", url, job)[1]
 
 
 def test_a_path_on_the_services_machine(reflogp, url, folder, tmp_path, pair_rows):

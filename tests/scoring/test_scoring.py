@@ -61,7 +61,7 @@ def test_values_equal_a_plain_forward_and_bad_rows_are_named(score, tmp_path, re
     summary = score(write_rows(tmp_path / "t.jsonl", [*good[:1], *bad, without_prompt, *good[1:]]), watcher=notes)
     assert set(notes.bad) == {1, 2, 3} == set(summary.bad_row_numbers)
     assert all(says in notes.bad[row] for row, says in enumerate(("empty", "not a list", "vocabulary"), 1))
-    assert len(summary.notes) == 1 and "1 row has no prompt" in summary.notes[0]
+    assert len(summary.notes) == 1 and "1 row has no prompt tokens" in summary.notes[0]
     assert (notes.snapshot, notes.rows) == (summary.snapshot, summary.rows)
     assert notes.done == summary.scored + summary.duplicates + summary.failed == summary.sequences and notes.total == 26
     model = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32)

@@ -218,7 +218,9 @@ class _Run:
         summary.provenance, summary.workers, summary.scoring_seconds = work.provenance, work.workers, work.seconds
         if summary.empty_prompts:
             rows = "1 row has" if summary.empty_prompts == 1 else f"{summary.empty_prompts:,} rows have"
-            summary.notes.append(f"{rows} no prompt: the first completion token is context and has no value, as in TRL's loss")
+            summary.notes.append(
+                f"{rows} no prompt tokens: the first completion token is context and has no value, as in TRL's loss"
+            )
         if work.seconds > 0:
             summary.tokens_per_second = summary.tokens / work.seconds
         summary.sharing_gain = work.token_counts.sharing_gain

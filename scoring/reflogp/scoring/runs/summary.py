@@ -18,8 +18,8 @@ class ScoreSummary:
         bad_rows: number of rows that have no values because they cannot be read, tokenized or scored.
         bad_row_numbers: row numbers (counted from 0) of the first hundred bad rows.
         dropped_rows: number of rows whose prompt alone fills max_length. TRL drops such rows before training.
-        empty_prompts: number of rows without a prompt. The first completion token of such a row serves as context and has no
-            value, as in TRL's loss.
+        empty_prompts: number of rows without prompt tokens. The first completion token of such a row serves as context and has
+            no value, as in TRL's loss.
         sequences: number of sequences with at least one completion token to score, in the rows that were tokenized and not
             dropped.
         hits: number of sequences whose log-probs were in the store before the run.
@@ -40,7 +40,7 @@ class ScoreSummary:
             committed, it is the newest snapshot at the start of the run.
         store: URI of the store.
         provenance: how the values were computed; None if nothing was computed.
-        notes: sentences about the dataset that a user should read, such as "2 rows have no prompt: …".
+        notes: sentences about the dataset that a user should read, such as "2 rows have no prompt tokens: …".
     """
 
     rows: int = 0
