@@ -69,6 +69,16 @@ def test_without_watch_it_says_how_to_watch(reflogp, url, tmp_path, pair_rows):
     assert (code, last_object(out)["id"], last_object(out)["state"]) == (DONE, job, "done")
 
 
+def test_the_report_of_a_job_is_saved(reflogp, url, tmp_path, pair_rows):
+    data = write_rows(tmp_path / "reported.jsonl", pair_rows[50:54])
+    job = last_object(reflogp("submit", url, data, "--reference", "sft", "--watch", "--json")[1])["id"]
+    code, _, err = reflogp("jobs", "report", url, job, "-o", tmp_path / "report.html")
+    assert (code, f"report saved to {tmp_path}/report.html" in err) == (DONE, True)
+    assert f"job {job}" in (tmp_path / "report.html").read_text()
+    code, _, err = reflogp("jobs", "report", url, job, "-o", tmp_path / "report.html" / "again.html")
+    assert code == USAGE and "again.html cannot be written" in err
+
+
 def test_bad_rows_are_told_by_the_exit_code(reflogp, url, folder, tmp_path, pair_rows):
     data = write_rows(tmp_path / "some_bad.jsonl", [*pair_rows[44:46], {"prompt": "p", "chosen": None, "rejected": 3}])
     submit = ("submit", url, data, "--reference", "sft", "--watch")

@@ -1,4 +1,4 @@
-"""`reflogp submit` and `reflogp jobs`: submit, list, show, cancel and retry a service's jobs, and download their results."""
+"""`reflogp submit` and `reflogp jobs`: submit, list, show, cancel and retry a service's jobs, and save results and reports."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from reflogp.client import Client, Job, RequestRefusedError, ServiceError, Servi
 from reflogp.client.models import JobState, dataset_name, known
 from reflogp.scoring.runs.summary import ScoreSummary
 from reflogp.store import UsageError
+from reflogp.store.files import write_atomically
 from reflogp.store.texts import hide_secrets, visible
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="""List, show, cancel and retry a service's jobs, and save their results. To submit a job, use `reflogp submit`.
+    help="""List, show, cancel and retry a service's jobs, and save their results and reports. `reflogp submit` submits a job.
 
 Example: reflogp jobs show http://127.0.0.1:8311 4f1c9a02d77be310 --watch""",
 )
@@ -255,6 +256,24 @@ def result(
     with connected(url, token, job) as client:
         client.result(job, output)
     err.print(f"values saved to {output}")
+
+
+@app.command("report")
+def report(
+    url: options.Url,
+    job: JobId,
+    output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write.", metavar="FILE")],
+    token: options.Token = None,
+) -> None:
+    """Save a completed job's report, an HTML page like that of `reflogp report`.
+
+    Example: reflogp jobs report http://127.0.0.1:8311 4f1c9a02d77be310 -o pairs-report.html
+    """
+    with connected(url, token, job) as client:
+        page = client.report(job)
+    with write_atomically(output) as partial:
+        partial.write_text(page, encoding="utf-8")
+    err.print(f"report saved to {output}")
 
 
 def watched(client: Client, job: str) -> Job:
