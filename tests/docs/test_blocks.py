@@ -14,6 +14,7 @@ NOT_RUN: dict[tuple[str | None, str], str] = {
     (None, "reflogp score ./sft-70b"): "70B parameters, 8 GPUs or a server; tests/vllm score with small models",
     (None, "docker "): "needs a Docker engine; make test-docker runs one",
     ("docs/docker.md", "export REFLOGP_"): "for a container",
+    ("docs/security.md", "umask"): "would stay in force for the tests after it",
     ("docs/operations.md", "export OTEL_"): "no collector runs there; tests/cli/test_traces.py and tests/service run one",
     ("docs/docker.md", "reflogp submit"): "asks a service in a container",
     (None, "deepspeed "): "OpenRLHF's environment; tests/trainer_ext/test_openrlhf.py trains there",

@@ -57,7 +57,7 @@ _FRAMEWORK = re.compile(r"reflogp\.trainer\.\w+$")
 
 
 #: Programs of which lines are only named.
-_OF_OTHERS = ("deepspeed", "llamafactory-cli", "swift", "axolotl", "lm_eval", "sky", "ssh", "export")
+_OF_OTHERS = ("deepspeed", "llamafactory-cli", "swift", "axolotl", "lm_eval", "sky", "ssh", "export", "umask")
 
 
 class Workspace:

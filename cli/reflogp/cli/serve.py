@@ -88,7 +88,8 @@ def token(
     """Create a bearer token, and print it with the lines that admit it, for the service's settings file.
 
     With --config, the lines are appended to this file, and only the token is printed. The lines contain a digest of the token,
-    not the token itself, so the token cannot be shown again. Restart the service to admit the token.
+    not the token itself, so the token cannot be shown again. Restart the service to admit the token. Run `umask 077` first, so
+    that other users of the machine cannot read the file that you write the token to.
 
     Example: reflogp token trainers --config service.toml > trainers.token
     """
