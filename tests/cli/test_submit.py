@@ -13,7 +13,7 @@ import pytest
 from reflogp.client import Client
 from tests.client.test_jobs_client import made_up_rows
 from tests.conftest import INTERRUPTIBLE, write_rows
-from tests.service.serving import float32, serving, settings_file, wait_until
+from tests.service.serving import float32, running, serving, settings_file, wait_until
 
 DONE, FAILED, USAGE, MISSES, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -194,3 +194,21 @@ def test_an_interrupted_watch_leaves_the_job_running(reflogp, url, tmp_path):
     code, out, _ = reflogp(*advice.split(), "--json")
     assert (code, last_object(out)["state"] in ("queued", "running")) == (DONE, True)
     assert reflogp("jobs", "cancel", url, job)[0] == DONE
+
+
+@pytest.mark.slow
+def test_a_watch_says_when_the_service_is_away_and_when_it_is_back(reference_folder, tmp_path, warm_python):
+    config = ("--config", settings_file(tmp_path, tmp_path / "store", {"sft": float32(reference_folder)}))
+    data = write_rows(tmp_path / "long.jsonl", made_up_rows(1, 2000, 500))
+    with running(*config, warm=warm_python) as first:
+        watch = ("submit", first.url, str(data), "--reference", "sft", "--watch")
+        process = subprocess.Popen([sys.executable, "-c", INTERRUPTIBLE, *watch], stderr=subprocess.PIPE, text=True)
+        job = process.stderr.readline().split()[1].rstrip(";")
+        assert any(line.endswith(": running\n") for line in process.stderr)
+        first.stop()
+    assert f"{first.url} is away (ConnectError); asking again\n" in process.stderr
+    with running(*config, "--port", first.url.rpartition(":")[2], warm=warm_python), Client(first.url) as client:
+        assert f"{first.url} is back\n" in process.stderr
+        client.cancel(job)
+        assert process.wait(60) == FAILED
+    process.stderr.close()

@@ -92,7 +92,7 @@ def test_a_job_of_a_newer_service_can_be_read_and_of_something_else_not():
         protocol.parsed(httpx.Response(200, text="<html>"), job_from)
 
 
-def test_a_watch_bears_a_restart_and_says_why_it_ends(monkeypatch):
+def test_a_watch_bears_a_restart_and_says_why_it_ends(monkeypatch, caplog):
     answers = [
         httpx.Response(200, json=JOB | {"state": "queued"}),
         httpx.ConnectError("refused"),
@@ -109,6 +109,7 @@ def test_a_watch_bears_a_restart_and_says_why_it_ends(monkeypatch):
         for job in MadeUp(monkeypatch, lambda _: came_to(next(said))).client.events("x"):
             found.append(job.state)
     assert found == ["queued", "running"]
+    assert caplog.messages == ["http://service is away (ConnectError); asking again", "http://service is back"]
     with pytest.raises(ServiceFailedError):  # the first answer is none of a service that starts again
         MadeUp(monkeypatch, httpx.Response(500)).client.watch("x")
     with pytest.raises(DeadlineExceededError, match=r"running after 0\.01 seconds; the job continues"):

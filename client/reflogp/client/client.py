@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
@@ -47,7 +48,10 @@ from reflogp.store import UsageError
 from reflogp.store.digests import Progress
 from reflogp.store.files import write_atomically
 from reflogp.store.schema import ARROW_STREAM, stream_bytes
+from reflogp.store.texts import hide_secrets
 from reflogp.store.windows import TruncationMode
+
+logger = logging.getLogger(__name__)
 
 #: Seconds to wait for a response to `score` if neither a deadline nor a timeout of the client is given. The service may have to
 #: load a reference model during this time.
@@ -353,7 +357,8 @@ class Client:
         """Yield the job in its current state, and again after every change, until it is done, failed or cancelled.
 
         If several changes follow each other within a second, only the last state is yielded, perhaps some seconds later. The
-        job's end is yielded within a second. The client keeps waiting if the connection is lost or the service restarts.
+        job's end is yielded within a second. The client keeps waiting if the connection is lost or the service restarts, and
+        logs a warning when it begins to wait and when the service is back.
 
         Args:
             timeout: maximum number of seconds to wait, or None for no maximum. Either way, the client gives up when the service
@@ -423,7 +428,12 @@ class Client:
             pause = protocol.pause_after(answer, call, attempt, self.url)
             if pause is None:
                 break
+            if call.polls and attempt == 1:
+                why = f"status {answer.status_code}" if isinstance(answer, httpx.Response) else type(answer).__name__
+                logger.warning("%s is away (%s); asking again", hide_secrets(self.url), why)
             time.sleep(pause)
+        if call.polls and attempt > 1:
+            logger.warning("%s is back", hide_secrets(self.url))
         assert isinstance(answer, httpx.Response)
         return answer
 
