@@ -1,5 +1,7 @@
 """`reflogp export --as distillkit`, decoded by what DistillKit's config.py and bitpack.py say of the format."""
 
+import json
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,11 +23,11 @@ CHATS = [
 def joined(reflogp, tmp_path, reference_folder):
     """joined(rows, more options of join) -> the joined file."""
 
-    def run(rows, *options):
+    def run(rows, *options, ends=0):
         file, common = write_rows(tmp_path / "rows.jsonl", rows), ("--store", tmp_path / "store", "--dtype", "float32")
         for command in (("score",), ("join", *options, "-o", tmp_path / "joined.parquet")):
             code, _, err = reflogp(command[0], reference_folder, file, *common, "--top-k", K, *command[1:])
-            assert code == 0, err
+            assert code == ends, err
         return tmp_path / "joined.parquet"
 
     return run
@@ -56,6 +58,17 @@ def test_the_decoded_values_are_those_of_plain_forwards(rows, joined, reflogp, t
         assert decoded == right.indices.tolist()
         values = np.array([np.frombuffer(bytes(packed), "<f2") for packed in row["compressed_logprobs"]], np.float32)
         assert np.allclose(values, right.values, rtol=2**-10, atol=1e-5)
+
+
+@pytest.mark.parametrize(("stack", "file"), [("distillkit", "kd/data_0.parquet"), ("axolotl-kd", "kd.parquet")])
+def test_rows_without_values_are_left_out_and_counted(stack, file, joined, reflogp, tmp_path):
+    rows = joined([CHATS[0], {"messages": "none"}, CHATS[1]], ends=3)
+    export = ("export", rows, "--as", stack, "-o", tmp_path / file.split("/")[0])
+    code, out, err = reflogp(*export)
+    assert code == 3 and f"2 rows written for {stack}" in out and "left out 1 of 3 rows" in err
+    assert len(pq.read_table(tmp_path / file)) == 2
+    summary = json.loads(reflogp(*export, "--json")[1].splitlines()[-1])
+    assert (summary["rows"], summary["written"], summary["missing"]) == (3, 2, 1)
 
 
 @pytest.mark.parametrize(

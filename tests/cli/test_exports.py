@@ -167,7 +167,7 @@ def recipes() -> dict:
 def test_the_documents_recipes_write_the_records_of_their_frameworks(joined, rows, plain, tmp_path):
     recipe = recipes()
     recipe["write_megatron_bridge"](joined, tmp_path, {"tokenizer": "org/model"}, ROWS)
-    recipe["write_fairseq2"](joined, tmp_path / "train.jsonl", ROWS)
+    recipe["write_fairseq2"](joined, tmp_path / "train.jsonl")
     assert json.loads((tmp_path / "scoring_metadata.json").read_text()) == {"tokenizer": "org/model", "num_pairs": ROWS}
     lines = [map(json.loads, (tmp_path / name).read_text().splitlines()) for name in ("ref_logprobs.jsonl", "train.jsonl")]
     for number, (row, record, line) in enumerate(zip(rows, *lines, strict=True)):

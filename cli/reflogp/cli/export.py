@@ -97,8 +97,10 @@ def export(
 
     open-instruct: each value belongs to an exact sequence of tokens, but open-instruct does not check whether a row's value was
     computed for its tokens. Therefore, let open-instruct tokenize the pairs, and score and join a dataset of these token ids
-    (prompt_ids, chosen_ids, rejected_ids), with its rows in the order of open-instruct's dataset. If some rows have no values,
-    this command lists these rows, writes nothing, and exits with code 3.
+    (prompt_ids, chosen_ids, rejected_ids), with its rows in the order of open-instruct's dataset.
+
+    Rows without values are left out and counted, and the exit code is then 3. open-instruct finds values by row number, so if
+    some rows have none, nothing is written for it, and these rows are listed.
 
     Example: reflogp export joined.parquet --as axolotl-kd -o kd.parquet
 
@@ -112,25 +114,31 @@ def export(
     if stack == "open-instruct" and not all(for_open_instruct):
         raise UsageError("--as open-instruct needs --hash and --loss-type")
     opened, found = _open(joined)
-    missing: list[int] = []
+    written, refused = opened.metadata.num_rows, []
     if stack == "axolotl-kd":
         file = _write_axolotl(opened, found, joined, output)
     elif stack == "distillkit":
         file = _write_distillkit(opened, found, joined, output)
     else:
-        file, missing = _write_open_instruct(opened, found, joined, output / f"{cache_hash}.pt", loss_type == "dpo_norm")
-    written = 0 if missing else opened.metadata.num_rows
-    result = {"stack": stack, "rows": found["rows"], "written": written, "missing": found["rows"] - opened.metadata.num_rows}
-    if missing:
+        file, refused = _write_open_instruct(opened, found, joined, output / f"{cache_hash}.pt", loss_type == "dpo_norm")
+        written = 0 if refused else found["rows"]
+    missing = len(refused) or found["rows"] - written
+    result = {"stack": stack, "rows": found["rows"], "written": written, "missing": missing}
+    if refused:
         err.print(
-            f"reflogp: {len(missing)} of {found['rows']} rows have no values in {joined}: {_named(missing)}. An export needs "
-            "values for every row: score these rows or remove them from the dataset, then join the dataset again",
+            f"reflogp: {missing} of {found['rows']} rows have no values in {joined}: {_named(refused)}. open-instruct finds "
+            "values by row number, so every row needs them: run `reflogp score` and `reflogp join` for these rows too, or "
+            "remove them from the dataset and join it again",
             style="red",
         )
-        print_result({**result, "missing": len(missing), "missing_row_numbers": missing[:_LISTED_ROWS]}, as_json)
+        print_result({**result, "missing_row_numbers": refused[:_LISTED_ROWS]}, as_json)
+    else:
+        if missing:
+            err.print(f"left out {missing:,} of {counted(found['rows'], 'row')}, which have no values", style="yellow")
+        result |= {name: found[name] for name in ("reference_id", "reference_dtype", "snapshot", "top_k") if name in found}
+        print_result({**result, "files": [str(file)]}, as_json, f"{counted(written, 'row')} written for {stack}: {file}")
+    if missing:
         raise typer.Exit(EXIT_MISSES)
-    result |= {name: found[name] for name in ("reference_id", "reference_dtype", "snapshot", "top_k") if name in found}
-    print_result({**result, "files": [str(file)]}, as_json, f"{counted(written, 'row')} written for {stack}: {file}")
 
 
 def _open(joined: Path) -> tuple[pq.ParquetFile, dict[str, Any]]:
