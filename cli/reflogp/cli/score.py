@@ -21,11 +21,8 @@ from reflogp.scoring.machine import places
 from reflogp.store import Reference, ReflogpError, Store, UsageError, describe_reference, read_checkpoint, resolve_model
 from reflogp.store.commands import ScoreArguments
 from reflogp.store.reference import AUTO
-from reflogp.store.store import choose_reference
 
 if TYPE_CHECKING:
-    from reflogp.scoring.data.read import RowSource
-    from reflogp.scoring.data.tokenize import TokenizedDataset
     from reflogp.scoring.runs.scheduler import Workers
 
 HASHING = "hashing weights (bytes)"
@@ -165,6 +162,7 @@ def score(
     with needs("service"):
         import torch
 
+        from reflogp.scoring.api import tokenized
         from reflogp.scoring.data.read import RowSource
         from reflogp.scoring.runs.pipeline import EngineScheduler
         from reflogp.scoring.runs.processes import LocalWorkers
@@ -254,37 +252,14 @@ def score(
 
 
 def find_reference(store: Store, arguments: ScoreArguments, otherwise: str | None = None) -> tuple[str, Reference]:
-    """Return (the model's local folder, the model's reference), and print why the dtype was chosen if it is "auto".
+    """Return (the model's local folder, its reference), and print why the dtype was chosen if it is "auto"."""
+    from reflogp.scoring import api
 
-    For the parameter `otherwise` and the errors, see `choose_reference`.
-    """
-    folder = resolve_model(arguments.model, arguments.revision)
     with progress_bar(HASHING) as bar:
-        found, reason = choose_reference(
-            store,
-            arguments.model,
-            arguments.dtype,
-            otherwise=otherwise,
-            lm_head_dtype=arguments.lm_head_dtype,
-            revision=arguments.revision,
-            progress=bar.hashed,
-        )
+        folder, found, reason = api.find_reference(store, arguments, otherwise, bar.hashed)
     if reason:
         err.print(reason)
-    return str(folder), found
-
-
-def tokenized(rows: RowSource, folder: str, arguments: ScoreArguments) -> TokenizedDataset:
-    """Return the rows as a dataset of token ids. The rows are tokenized later, when the result is iterated over."""
-    from reflogp.scoring.data.tokenize import TokenizedDataset, chosen_processor, chosen_tokenizer
-
-    chosen = arguments.tokenizer, arguments.chat_template, arguments.trust_remote_code
-    return TokenizedDataset(
-        rows,
-        lambda: chosen_tokenizer(folder, *chosen),
-        arguments.form,  # type: ignore[arg-type]
-        load_vision=lambda: chosen_processor(folder, *chosen),
-    )
+    return folder, found
 
 
 def _require_weights(model: str, revision: str | None) -> None:

@@ -10,7 +10,7 @@ import typer
 from reflogp.cli import options
 from reflogp.cli.console import EXIT_MISSES, err, needs, print_notes, print_result, progress_bar, quiet_libraries
 from reflogp.cli.options import takes_score_arguments
-from reflogp.cli.score import HASHING, find_reference, tokenized
+from reflogp.cli.score import HASHING, find_reference
 from reflogp.store import Snapshot, Store
 from reflogp.store.commands import ScoreArguments, naming_command
 from reflogp.store.texts import counted
@@ -133,6 +133,7 @@ def _open_scored(arguments: ScoreArguments, number: int | None) -> tuple[Tokeniz
 
     The message of StoreNotFoundError and ReferenceNotFoundError contains the command that scores the dataset.
     """
+    from reflogp.scoring.api import tokenized
     from reflogp.scoring.data.read import RowSource
 
     rows = RowSource(arguments.data, arguments.split)
@@ -145,23 +146,14 @@ def _open_scored(arguments: ScoreArguments, number: int | None) -> tuple[Tokeniz
 
 def _open_versus(model: str | None, arguments: ScoreArguments, first: Snapshot) -> Versus | None:
     """Open the second model of --versus, and print why its dtype was chosen if it is "auto"."""
-    from reflogp.scoring.data.tokenize import chosen_tokenizer
-    from reflogp.scoring.versus import find_versus
+    from reflogp.scoring.api import open_versus
 
     if model is None:
         return None
-    chosen = arguments.tokenizer, arguments.chat_template, arguments.trust_remote_code
     with progress_bar(HASHING) as bar:
-        versus, reason = find_versus(
-            Store(arguments.store),
-            model,
-            arguments,
-            first.reference,
-            lambda folder: chosen_tokenizer(folder, *chosen),
-            bar.hashed,
-        )
+        versus, reason = open_versus(Store(arguments.store), model, arguments, first, progress=bar.hashed)
     if reason:
-        err.print(f"{model}: {reason}")
+        err.print(reason)
     return versus
 
 

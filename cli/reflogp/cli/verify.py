@@ -15,7 +15,7 @@ import typer
 from reflogp.cli import options
 from reflogp.cli.console import EXIT_FAILED, Bar, err, needs, print_result, progress_bar, quiet_libraries
 from reflogp.cli.options import takes_score_arguments
-from reflogp.cli.score import find_reference, tokenized
+from reflogp.cli.score import find_reference
 from reflogp.scoring.engines import EngineChoice
 from reflogp.store import ReflogpError, Snapshot, Store
 from reflogp.store.commands import ScoreArguments, naming_command
@@ -48,6 +48,7 @@ def verify(
     Example: reflogp verify ./sft-model pairs.jsonl --store ./logps
     """
     with needs("service"):
+        from reflogp.scoring.api import tokenized
         from reflogp.scoring.data.read import RowSource
         from reflogp.trainer.gate import is_moe, tolerance
     quiet_libraries()

@@ -27,8 +27,9 @@ from reflogp.scoring.runs.pipeline import EngineScheduler
 from reflogp.scoring.runs.score import ScoreSummary, score_dataset
 from reflogp.scoring.versus import Versus, find_versus
 from reflogp.scoring.vision import VisionProcessor
-from reflogp.store import ReflogpError, Snapshot, Store, UsageError, resolve_model
+from reflogp.store import Reference, ReflogpError, Snapshot, Store, UsageError, resolve_model
 from reflogp.store.commands import ScoreArguments, naming_command
+from reflogp.store.digests import Progress
 from reflogp.store.store import choose_reference
 from reflogp.store.texts import counted
 from reflogp.store.windows import TrainerSettings, check_truncation
@@ -97,13 +98,12 @@ def score(
     choice = engine or EngineChoice()
     choice = replace(choice, top_k=top_k or choice.top_k)
     opened = _opened(store)
-    reference, reason = choose_reference(opened, model, dtype, otherwise=choice.default_dtype())
+    settings = TrainerSettings(max_length, truncation_mode)
+    arguments = _arguments(model, "DATA", opened, dtype, settings, tokenizer, choice.trust_remote_code)
+    folder, reference, reason = find_reference(opened, arguments, choice.default_dtype())
     choice.require_dtype(reference.dtype)
     if progress is not False:
         _say(reason)
-    folder = str(resolve_model(model, None))
-    find_tokenizer = _tokenizer(folder, tokenizer, choice.trust_remote_code)
-    find_vision = _vision(folder, tokenizer, choice.trust_remote_code)
 
     engines = ExitStack()
 
@@ -117,15 +117,8 @@ def score(
             closing(EngineScheduler(engine_of_all_splits, closes_engine=False)) as scheduler,
             progress_bar(f"scoring {split}".strip(), progress) as bar,
         ):
-            summary = score_dataset(
-                TokenizedDataset(source, find_tokenizer, load_vision=find_vision),
-                opened,
-                reference,
-                scheduler,
-                settings=TrainerSettings(max_length, truncation_mode),
-                watcher=bar,
-                top_k=choice.top_k,
-            )
+            dataset = tokenized(source, folder, arguments, tokenizer)
+            summary = score_dataset(dataset, opened, reference, scheduler, settings=settings, watcher=bar, top_k=choice.top_k)
         source.check_unchanged()
         return summary
 
@@ -204,23 +197,23 @@ def join(
     check_truncation(max_length, truncation_mode)
     opened = _opened(store)
     settings = TrainerSettings(max_length, truncation_mode, ld_alpha)
-    arguments = ScoreArguments(model, "DATA", opened.uri, dtype, settings)
+    arguments = _arguments(model, "DATA", opened, dtype, settings, tokenizer)
     command = arguments.command() + (f" --top-k {top_k}" if top_k else "")
     with naming_command(command):
-        reference, reason = choose_reference(opened, model, dtype)
+        folder, reference, reason = find_reference(opened, arguments)
         at = opened[reference].snapshot(snapshot)
     _say(reason)
-    second = _versus(opened, versus, arguments, at, tokenizer)
+    second, reason = open_versus(opened, versus, arguments, at, tokenizer)
+    _say(reason)
     top = TopTokens.find(opened, reference, top_k)
-    folder = str(resolve_model(model, None))
-    loaded = _tokenizer(folder, tokenizer)()
-    find_vision = cache(_vision(folder, tokenizer))
+    loaded = _tokenizer(folder, arguments, tokenizer)()
+    find_vision = cache(_vision(folder, arguments, tokenizer))
 
     def windows(source: RowSource, is_stream: bool) -> Iterator[JoinedWindow]:
         summary = JoinSummary(reference_id=at.reference_id, snapshot=at.number, store=opened.uri)
         problems: dict[int, str] = {}
-        tokenized = TokenizedDataset(source, lambda: loaded, load_vision=find_vision)
-        for window in joined_windows(tokenized, at, summary, settings, _BadRows(problems), second, top):
+        rows = TokenizedDataset(source, lambda: loaded, load_vision=find_vision)
+        for window in joined_windows(rows, at, summary, settings, _BadRows(problems), second, top):
             if on_miss == "error" and is_stream:
                 _require_values(summary, problems, command, second, loaded)
             yield window
@@ -281,35 +274,60 @@ def report(
     opened = _opened(store)
     source = open_dataset(dataset)
     settings = TrainerSettings(max_length, truncation_mode)
-    arguments = ScoreArguments(model, source.name, opened.uri, dtype, settings)
+    arguments = _arguments(model, source.name, opened, dtype, settings, tokenizer)
     command = arguments.command()
     with naming_command(command):
-        reference, reason = choose_reference(opened, model, dtype)
+        folder, reference, reason = find_reference(opened, arguments)
         at = opened[reference].snapshot(None)
+    second, second_reason = open_versus(opened, versus, arguments, at, tokenizer)
     if progress is not False:
         _say(reason)
-    second = _versus(opened, versus, arguments, at, tokenizer, progress)
-    folder = str(resolve_model(model, None))
-    tokenized = TokenizedDataset(source, _tokenizer(folder, tokenizer), load_vision=_vision(folder, tokenizer))
+        _say(second_reason)
+    rows = tokenized(source, folder, arguments, tokenizer)
     with progress_bar("reading", progress) as bar:
-        return write_report(tokenized, at, os.fspath(output), settings, score=command, model=model, watcher=bar, versus=second)
+        return write_report(rows, at, os.fspath(output), settings, score=command, model=model, watcher=bar, versus=second)
 
 
-def _versus(
+def find_reference(
+    store: Store, arguments: ScoreArguments, otherwise: str | None = None, progress: Progress | None = None
+) -> tuple[str, Reference, str]:
+    """Return (the model's local folder, its reference, the reason for its dtype); see `choose_reference`."""
+    folder = resolve_model(arguments.model, arguments.revision)
+    reference, reason = choose_reference(
+        store,
+        arguments.model,
+        arguments.dtype,
+        otherwise=otherwise,
+        lm_head_dtype=arguments.lm_head_dtype,
+        revision=arguments.revision,
+        progress=progress,
+    )
+    return str(folder), reference, reason
+
+
+def tokenized(
+    source: RowSource, folder: str, arguments: ScoreArguments, tokenizer: str | PreTrainedTokenizerBase | None = None
+) -> TokenizedDataset:
+    """Return the rows as a dataset of token ids, tokenized when it is iterated over. A tokenizer object is used as it is."""
+    load, load_vision = _tokenizer(folder, arguments, tokenizer), _vision(folder, arguments, tokenizer)
+    return TokenizedDataset(source, load, arguments.form, load_vision=load_vision)  # type: ignore[arg-type]
+
+
+def open_versus(
     store: Store,
     model: str | None,
     arguments: ScoreArguments,
     first: Snapshot,
-    tokenizer: str | PreTrainedTokenizerBase | None,
-    progress: bool | None = None,
-) -> Versus | None:
+    tokenizer: str | PreTrainedTokenizerBase | None = None,
+    progress: Progress | None = None,
+) -> tuple[Versus | None, str]:
+    """Return the second model, if there is one, and the reason for its dtype, or "" if it was given."""
     if model is None:
-        return None
-    arguments = replace(arguments, tokenizer=tokenizer if isinstance(tokenizer, str) else None)
-    found, reason = find_versus(store, model, arguments, first.reference, lambda folder: _tokenizer(folder, tokenizer)())
-    if progress is not False and reason:
-        _say(f"{model}: {reason}")
-    return found
+        return None, ""
+    found, reason = find_versus(
+        store, model, arguments, first.reference, lambda folder: _tokenizer(folder, arguments, tokenizer)(), progress
+    )
+    return found, f"{model}: {reason}" if reason else ""
 
 
 class _BadRows(ProgressCallbacks):
@@ -358,12 +376,26 @@ def _opened(store: str | os.PathLike[str] | Store) -> Store:
     return store if isinstance(store, Store) else Store(store)
 
 
+def _arguments(
+    model: str,
+    data: str,
+    store: Store,
+    dtype: str,
+    settings: TrainerSettings,
+    tokenizer: str | PreTrainedTokenizerBase | None,
+    trust_remote_code: bool = False,
+) -> ScoreArguments:
+    named = tokenizer if isinstance(tokenizer, str) else None
+    return ScoreArguments(model, data, store.uri, dtype, settings, tokenizer=named, trust_remote_code=trust_remote_code)
+
+
 def _tokenizer(
-    folder: str, tokenizer: str | PreTrainedTokenizerBase | None, trust_remote_code: bool = False
+    folder: str, arguments: ScoreArguments, tokenizer: str | PreTrainedTokenizerBase | None
 ) -> Callable[[], PreTrainedTokenizerBase]:
     """Return a function that returns the tokenizer; for a processor, which TRL takes too, the processor's tokenizer."""
     if tokenizer is None or isinstance(tokenizer, str):
-        return lambda: chosen_tokenizer(folder, tokenizer, None, trust_remote_code)
+        chosen = arguments.tokenizer, arguments.chat_template, arguments.trust_remote_code
+        return lambda: chosen_tokenizer(folder, *chosen)
     inner = getattr(tokenizer, "tokenizer", None)
     if inner is None:
         return lambda: tokenizer
@@ -374,14 +406,13 @@ def _tokenizer(
 
 
 def _vision(
-    folder: str, tokenizer: str | PreTrainedTokenizerBase | None, trust_remote_code: bool = False
+    folder: str, arguments: ScoreArguments, tokenizer: str | PreTrainedTokenizerBase | None
 ) -> Callable[[], VisionProcessor | None]:
     """Return a function that returns the model's VisionProcessor, or None for a model that accepts only text."""
-    if tokenizer is None or isinstance(tokenizer, str):
-        return lambda: chosen_processor(folder, tokenizer, None, trust_remote_code)
     if getattr(tokenizer, "image_processor", None) is None:
-        return lambda: chosen_processor(folder, None, None, trust_remote_code)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        chosen = arguments.tokenizer, arguments.chat_template, arguments.trust_remote_code
+        return lambda: chosen_processor(folder, *chosen)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=arguments.trust_remote_code)
     return lambda: VisionProcessor.of(tokenizer, config)
 
 
