@@ -20,10 +20,10 @@ from shapes import random_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from vllm_process import VLLM_PYTHON
 
-from reflogp.cli.console import quiet_libraries
 from reflogp.cli.demo_model import train_tokenizer
 from reflogp.scoring.data.encode import tokenize_rows
 from reflogp.scoring.engines import Engine, EngineChoice
+from reflogp.scoring.machine import quiet_libraries
 from reflogp.scoring.torch_engine import TorchEngine
 from reflogp.scoring.torch_engine.packing import packs
 from reflogp.store import describe_reference

@@ -51,9 +51,9 @@ def make_demo_model(folder: Path) -> None:
     """Train a small model on the shipped pairs, unless the model already exists from an earlier start."""
     if folder.exists():
         return
-    from reflogp.cli.console import quiet_libraries
     from reflogp.cli.demo import shipped_data
     from reflogp.cli.demo_model import build_model
+    from reflogp.scoring.machine import quiet_libraries
 
     quiet_libraries()
     rows = [json.loads(line) for line in shipped_data().read_text(encoding="utf-8").splitlines()]

@@ -14,9 +14,9 @@ from typing import Any
 
 from datasets import disable_progress_bars
 
-from reflogp.cli.console import quiet_libraries
 from reflogp.cli.demo_model import build_model
 from reflogp.cli.main import app
+from reflogp.scoring.machine import quiet_libraries
 
 PAIRS = Path(__file__).parent / "data" / "gsm8k_pairs.jsonl"
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
 import sys
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -85,18 +82,6 @@ def print_result(result: dict[str, Any], as_json: bool, *lines: str) -> None:
         return
     for line in lines:
         out.print(line)
-
-
-def quiet_libraries() -> None:
-    """Hide FutureWarnings, and the progress bars and log messages (except errors) of the libraries that load models."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    for library in ("accelerate", "bitsandbytes"):
-        logging.getLogger(library).setLevel(logging.ERROR)
 
 
 class Bar(ProgressCallbacks):

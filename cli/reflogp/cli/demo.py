@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from reflogp.cli.console import needs, out, progress_bar, quiet_libraries
+from reflogp.cli.console import needs, out, progress_bar
 from reflogp.cli.demo_model import STEPS, build_model
+from reflogp.scoring.machine import quiet_libraries
 from reflogp.store import UsageError
 
 _DATA_FILE = "gsm8k_pairs.jsonl"

@@ -14,10 +14,10 @@ import typer
 from typer.core import TyperCommand
 
 from reflogp.cli import options
-from reflogp.cli.console import EXIT_MISSES, err, needs, print_notes, print_result, progress_bar, quiet_libraries
+from reflogp.cli.console import EXIT_MISSES, err, needs, print_notes, print_result, progress_bar
 from reflogp.cli.options import takes_score_arguments
 from reflogp.scoring.engines import EngineChoice, EngineName
-from reflogp.scoring.machine import places
+from reflogp.scoring.machine import places, quiet_libraries
 from reflogp.store import Reference, ReflogpError, Store, UsageError, describe_reference, read_checkpoint, resolve_model
 from reflogp.store.commands import ScoreArguments
 from reflogp.store.reference import AUTO

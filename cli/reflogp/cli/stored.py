@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from reflogp.cli import options
-from reflogp.cli.console import EXIT_MISSES, err, needs, print_notes, print_result, progress_bar, quiet_libraries
+from reflogp.cli.console import EXIT_MISSES, err, needs, print_notes, print_result, progress_bar
 from reflogp.cli.options import takes_score_arguments
 from reflogp.cli.score import HASHING, find_reference
+from reflogp.scoring.machine import quiet_libraries
 from reflogp.store import Snapshot, Store
 from reflogp.store.commands import ScoreArguments, naming_command
 from reflogp.store.texts import counted

@@ -13,10 +13,11 @@ import numpy as np
 import typer
 
 from reflogp.cli import options
-from reflogp.cli.console import EXIT_FAILED, Bar, err, needs, print_result, progress_bar, quiet_libraries
+from reflogp.cli.console import EXIT_FAILED, Bar, err, needs, print_result, progress_bar
 from reflogp.cli.options import takes_score_arguments
 from reflogp.cli.score import find_reference
 from reflogp.scoring.engines import EngineChoice
+from reflogp.scoring.machine import quiet_libraries
 from reflogp.store import ReflogpError, Snapshot, Store
 from reflogp.store.commands import ScoreArguments, naming_command
 from reflogp.store.joins import completion_columns

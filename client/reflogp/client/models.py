@@ -115,11 +115,6 @@ class JobProgress:
 class Job:
     """The state of a job at one point in time.
 
-    If the job was first submitted with another token, and the client's token has neither the scope "read" nor "admin", the
-    service hides details: note, error and summary are None, and submitted_by is empty. In this case, `submit`
-    returns the job with the settings and dataset that were passed to `submit`. `cancel` and `retry` return the
-    job with an empty dataset, an empty title and priority 0.
-
     Attributes:
         id: id of the job, 16 hex digits.
         state: "queued", "running", "done", "failed" or "cancelled".

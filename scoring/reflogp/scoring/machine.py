@@ -8,11 +8,13 @@ be installed without psutil.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import re
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -246,10 +248,15 @@ def without_growing_segments(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def quiet_libraries() -> None:
+    """Hide FutureWarnings, and the progress bars and log messages (except errors) of the libraries that load models."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    warnings.filterwarnings("ignore", category=FutureWarning)
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    for library in ("accelerate", "bitsandbytes"):
+        logging.getLogger(library).setLevel(logging.ERROR)
 
 
 def exit_reason(status: int, log: str) -> str:
