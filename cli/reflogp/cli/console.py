@@ -22,7 +22,7 @@ from rich.progress import (
 )
 from rich.segment import Segment
 
-from reflogp.scoring.runs.callbacks import ProgressCallbacks
+from reflogp.scoring.runs.callbacks import BadRows
 from reflogp.store import ReflogpError
 from reflogp.store.texts import visible
 
@@ -30,8 +30,6 @@ from reflogp.store.texts import visible
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_MISSES = 0, 1, 2, 3
 #: Exit code after Ctrl-C: 128 plus the signal number of SIGINT, as in shells.
 EXIT_INTERRUPTED = 130
-#: Maximum number of bad rows that are printed. Further rows are only counted.
-_PRINTED_ROWS = 10
 #: Seconds between progress lines when stderr is not a terminal.
 _LINE_SECONDS = 30.0
 
@@ -84,16 +82,15 @@ def print_result(result: dict[str, Any], as_json: bool, *lines: str) -> None:
         out.print(line)
 
 
-class Bar(ProgressCallbacks):
-    """A progress bar with tokens per second and the time left, which counts bad rows and keeps the first few."""
+class Bar(BadRows):
+    """A progress bar with tokens per second and the time left."""
 
     def __init__(self, progress: Progress, label: str) -> None:
+        super().__init__()
         self._progress = progress
         progress.add_task(visible(label), total=None, rate="")
         [self._task] = progress.tasks
         self._tokens = 0
-        self._bad: list[tuple[int, str]] = []
-        self._bad_rows = 0
 
     def begin(self, sequences: int) -> None:
         self._progress.update(self._task.id, total=sequences)
@@ -102,11 +99,6 @@ class Bar(ProgressCallbacks):
         self._tokens += tokens
         rate = self._tokens / self._task.elapsed if self._task.elapsed else 0.0
         self._progress.update(self._task.id, advance=sequences, rate=_rate(rate))
-
-    def bad_row(self, row: int, problem: str) -> None:
-        self._bad_rows += 1
-        if len(self._bad) < _PRINTED_ROWS:
-            self._bad.append((row, problem))
 
     def hashed(self, done: int, total: int) -> None:
         """Show that `done` of `total` units, such as bytes of weight files, have been processed."""
@@ -122,16 +114,6 @@ class Bar(ProgressCallbacks):
         total = "" if task.total is None else f" of {task.total:,.0f}"
         seconds = timedelta(seconds=round(task.elapsed or 0))
         return ", ".join(filter(None, (f"{task.description}: {task.completed:,.0f}{total}", task.fields["rate"], str(seconds))))
-
-    def print_bad_rows(self) -> None:
-        if not self._bad:
-            return
-        were = "1 row was" if self._bad_rows == 1 else f"{self._bad_rows} rows were"
-        err.print(f"{were} skipped; remove them before training. Row numbers start at 0:", style="yellow")
-        for row, problem in self._bad:
-            err.print(f"  row {row}: {problem}")
-        if self._bad_rows > len(self._bad):
-            err.print(f"  … and {self._bad_rows - len(self._bad)} more")
 
 
 def _rate(tokens_per_second: float) -> str:
@@ -171,4 +153,5 @@ def progress_bar(label: str) -> Iterator[Bar]:
     finally:
         ended.set()
         thread.join()
-        bar.print_bad_rows()
+        for line in bar.bad_row_lines():
+            err.print(line, style="yellow")

@@ -22,7 +22,7 @@ from reflogp.scoring.errors import NotScoredError
 from reflogp.scoring.joining import JoinedWindow, JoinSummary, TopTokens, joined_windows, with_columns
 from reflogp.scoring.reports.build import write_report
 from reflogp.scoring.reports.collect import ReportSummary
-from reflogp.scoring.runs.callbacks import ProgressCallbacks, progress_bar
+from reflogp.scoring.runs.callbacks import BadRows, progress_bar
 from reflogp.scoring.runs.pipeline import EngineScheduler
 from reflogp.scoring.runs.score import ScoreSummary, score_dataset
 from reflogp.scoring.versus import Versus, find_versus
@@ -211,14 +211,14 @@ def join(
 
     def windows(source: RowSource, is_stream: bool) -> Iterator[JoinedWindow]:
         summary = JoinSummary(reference_id=at.reference_id, snapshot=at.number, store=opened.uri)
-        problems: dict[int, str] = {}
+        bad = BadRows()
         rows = TokenizedDataset(source, lambda: loaded, load_vision=find_vision)
-        for window in joined_windows(rows, at, summary, settings, _BadRows(problems), second, top):
+        for window in joined_windows(rows, at, summary, settings, bad, second, top):
             if on_miss == "error" and is_stream:
-                _require_values(summary, problems, command, second, loaded)
+                _require_values(summary, bad, command, second, loaded)
             yield window
         if on_miss == "error":
-            _require_values(summary, problems, command, second, loaded)
+            _require_values(summary, bad, command, second, loaded)
         source.check_unchanged()
 
     return _of_each_split(dataset, lambda rows, _: with_columns(rows, open_dataset(rows), windows))
@@ -330,26 +330,15 @@ def open_versus(
     return found, f"{model}: {reason}" if reason else ""
 
 
-class _BadRows(ProgressCallbacks):
-    """Adds the problems of the first ten bad rows to a dict."""
-
-    def __init__(self, problems: dict[int, str]) -> None:
-        self._problems = problems
-
-    def bad_row(self, row: int, problem: str) -> None:
-        if len(self._problems) < _NAMED_ROWS:
-            self._problems[row] = problem
-
-
 def _require_values(
     summary: JoinSummary,
-    problems: dict[int, str],
+    bad: BadRows,
     command: str,
     versus: Versus | None,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     if summary.bad_rows:
-        named = "; ".join(f"row {row}: {problem}" for row, problem in problems.items())
+        named = "; ".join(f"row {row}: {problem}" for row, problem in bad.first_bad)
         raise NotScoredError(
             f"{counted(summary.bad_rows, 'row')} cannot be used ({named}); to leave out such rows, use on_miss='drop'", summary
         )

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from reflogp.store.texts import counted
-
 if TYPE_CHECKING:
     from tqdm.auto import tqdm
 
@@ -42,16 +40,38 @@ class ProgressCallbacks:
         """Report a commit; `snapshot` is the number of the new snapshot."""
 
 
-#: Maximum number of bad rows that are printed; further bad rows are only counted.
-_PRINTED_ROWS = 10
+#: Maximum number of bad rows that are named; further ones are only counted.
+_NAMED_ROWS = 10
 
 
-class ProgressBar(ProgressCallbacks):
+class BadRows(ProgressCallbacks):
+    """Counts bad rows, and keeps the first ten: `first_bad` is a list of (row number, reason)."""
+
+    def __init__(self) -> None:
+        self.bad_rows = 0
+        self.first_bad: list[tuple[int, str]] = []
+
+    def bad_row(self, row: int, problem: str) -> None:
+        self.bad_rows += 1
+        if len(self.first_bad) < _NAMED_ROWS:
+            self.first_bad.append((row, problem))
+
+    def bad_row_lines(self) -> list[str]:
+        if not self.bad_rows:
+            return []
+        were = "1 row was" if self.bad_rows == 1 else f"{self.bad_rows:,} rows were"
+        lines = [f"{were} skipped; remove them before training. Row numbers start at 0:"]
+        lines += [f"  row {row}: {problem}" for row, problem in self.first_bad]
+        if more := self.bad_rows - len(self.first_bad):
+            lines.append(f"  … and {more:,} more")
+        return lines
+
+
+class ProgressBar(BadRows):
     def __init__(self, bar: tqdm) -> None:
+        super().__init__()
         self._bar = bar
         self._tokens = 0
-        self._bad: list[str] = []
-        self._bad_rows = 0
 
     def begin(self, sequences: int) -> None:
         self._bar.total = sequences or None
@@ -61,17 +81,6 @@ class ProgressBar(ProgressCallbacks):
         self._tokens += tokens
         self._bar.set_postfix_str(f"{self._tokens:,} tokens" if self._tokens else "", refresh=False)
         self._bar.update(sequences)
-
-    def bad_row(self, row: int, problem: str) -> None:
-        self._bad_rows += 1
-        if len(self._bad) < _PRINTED_ROWS:
-            self._bad.append(f"row {row} was left out: {problem}")
-
-    def print_bad_rows(self) -> None:
-        for line in self._bad:
-            self._bar.write(line)
-        if self._bad_rows > len(self._bad):
-            self._bar.write(f"… and {counted(self._bad_rows - len(self._bad), 'more row')}")
 
 
 @contextmanager
@@ -84,5 +93,5 @@ def progress_bar(label: str, show: bool | None) -> Iterator[ProgressBar]:
         try:
             yield progress
         finally:
-            if show is not False:
-                progress.print_bad_rows()
+            for line in progress.bad_row_lines() if show is not False else ():
+                bar.write(line)
