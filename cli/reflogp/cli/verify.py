@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 def verify(
     arguments: ScoreArguments,
     rows: Annotated[int, typer.Option(min=0, help="Number of rows to compare, chosen at random. 0: all rows.")] = 64,
-    seed: Annotated[int, typer.Option(help="Seed of the random choice of rows.")] = 0,
     snapshot: options.SnapshotNumber = None,
     device: Annotated[str, typer.Option(help="Device to compute on: auto, cpu, cuda, cuda:1, …")] = "auto",
     token_budget: options.TokenBudget = "auto",
@@ -60,7 +59,7 @@ def verify(
         stored = opened[reference].snapshot(snapshot)
     dataset, chosen = tokenized(source, folder, arguments), source.count()
     if 0 < rows < chosen:
-        dataset, chosen = dataset.only(random.Random(seed).sample(range(chosen), rows)), rows
+        dataset, chosen = dataset.only(random.Random(0).sample(range(chosen), rows)), rows
     with closing(choice.make(folder, reference)) as engine, progress_bar("verifying") as bar:
         parts = (_differences(window, stored, engine, arguments, bar, chosen) for window in dataset)
         seen = np.array(list(chain.from_iterable(parts)), np.float64).reshape(-1, 4)
