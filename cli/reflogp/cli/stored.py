@@ -51,7 +51,7 @@ def join(
     with needs("service"):
         from reflogp.scoring.joining import TopTokens, join_dataset
     quiet_libraries()
-    dataset, at = _open_scored(arguments, snapshot)
+    _, dataset, at = open_scored(arguments, snapshot)
     second = _open_versus(versus, arguments, at)
     top = TopTokens.find(Store(arguments.store), at.reference, top_k)
     with progress_bar("joining") as bar:
@@ -106,7 +106,7 @@ def report(
         from reflogp.scoring.reports.build import write_report
     quiet_libraries()
     command = arguments.command()
-    dataset, at = _open_scored(arguments, snapshot)
+    _, dataset, at = open_scored(arguments, snapshot)
     second = _open_versus(versus, arguments, at)
     with progress_bar("reading") as bar:
         summary = write_report(
@@ -129,8 +129,8 @@ def report(
         raise typer.Exit(EXIT_MISSES)
 
 
-def _open_scored(arguments: ScoreArguments, number: int | None) -> tuple[TokenizedDataset, Snapshot]:
-    """Open a dataset, and the snapshot (None: the latest) in which its values are looked up. The model is not loaded.
+def open_scored(arguments: ScoreArguments, number: int | None) -> tuple[str, TokenizedDataset, Snapshot]:
+    """Return (the model's folder, the dataset, the snapshot in which its values are looked up). The model is not loaded.
 
     The message of StoreNotFoundError and ReferenceNotFoundError contains the command that scores the dataset.
     """
@@ -142,7 +142,7 @@ def _open_scored(arguments: ScoreArguments, number: int | None) -> tuple[Tokeniz
     with naming_command(arguments.command()):
         folder, reference = find_reference(opened, arguments)
         snapshot = opened[reference].snapshot(number)
-    return tokenized(rows, folder, arguments), snapshot
+    return folder, tokenized(rows, folder, arguments), snapshot
 
 
 def _open_versus(model: str | None, arguments: ScoreArguments, first: Snapshot) -> Versus | None:

@@ -15,11 +15,11 @@ import typer
 from reflogp.cli import options
 from reflogp.cli.console import EXIT_FAILED, Bar, err, needs, print_result, progress_bar
 from reflogp.cli.options import takes_score_arguments
-from reflogp.cli.score import find_reference
+from reflogp.cli.stored import open_scored
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.machine import quiet_libraries
-from reflogp.store import ReflogpError, Snapshot, Store
-from reflogp.store.commands import ScoreArguments, naming_command
+from reflogp.store import ReflogpError, Snapshot
+from reflogp.store.commands import ScoreArguments
 from reflogp.store.joins import completion_columns
 from reflogp.store.texts import counted
 from reflogp.store.windows import windows
@@ -48,16 +48,11 @@ def verify(
     Example: reflogp verify ./sft-model pairs.jsonl --store ./logps
     """
     with needs("service"):
-        from reflogp.scoring.api import tokenized
-        from reflogp.scoring.data.read import RowSource
         from reflogp.trainer.gate import is_moe, tolerance
     quiet_libraries()
     choice = EngineChoice(device=device, token_budget=token_budget, trust_remote_code=arguments.trust_remote_code)
-    source, opened = RowSource(arguments.data, arguments.split), Store(arguments.store)
-    with naming_command(arguments.command()):
-        folder, reference = find_reference(opened, arguments)
-        stored = opened[reference].snapshot(snapshot)
-    dataset, chosen = tokenized(source, folder, arguments), source.count()
+    folder, dataset, stored = open_scored(arguments, snapshot)
+    source, reference, chosen = dataset.source, stored.reference, dataset.source.count()
     if 0 < rows < chosen:
         dataset, chosen = dataset.only(random.Random(0).sample(range(chosen), rows)), rows
     with closing(choice.make(folder, reference)) as engine, progress_bar("verifying") as bar:
