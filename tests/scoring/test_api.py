@@ -251,3 +251,5 @@ def test_summaries_are_shown_in_a_few_readable_lines(rows, model, scored, tmp_pa
     with pytest.raises(NotScoredError) as caught:
         join(model, rows, tmp_path / "store", dtype="float32")
     assert repr(caught.value.summary).splitlines()[1] == "    1 of 12 rows with values, 11 missing"
+    with pytest.raises(NotScoredError, match=f"reflogp score .* --tokenizer {model}"):
+        join(model, rows, tmp_path / "store", dtype="float32", tokenizer=str(model))

@@ -301,5 +301,5 @@ def test_bad_settings_are_one_sentence(reflogp, arguments, says):
 
 
 def test_the_client_needs_no_torch():
-    program = "import sys, reflogp.client; sys.exit(bool({'torch', 'transformers', 'fastapi'} & sys.modules.keys()))"
+    program = "import sys, reflogp.cli.jobs; sys.exit(bool({'torch', 'transformers', 'fastapi'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
