@@ -17,10 +17,8 @@ from reflogp.store import storage
 from reflogp.store.schema import one_array, problem_of_rows, schema_of
 
 #: Maximum number of rows in a row group, and the size in bytes that the values of a row group should take (3.4 MB at 200 tokens
-#: per row). If rows have many tokens, a row group has fewer rows, but at least LEAST_GROUP_ROWS.
-_GROUP_ROWS, _GROUP_BYTES, LEAST_GROUP_ROWS = 4_096, 4 << 20, 256
-#: The least number of rows of a row group of a table with most probable tokens, whose rows may take megabytes each.
-_LEAST_TOP_ROWS = 4
+#: per row). A row group is read as a whole, so rows with many tokens are in row groups of fewer rows.
+_GROUP_ROWS, _GROUP_BYTES = 4_096, 4 << 20
 #: Maximum total uncompressed size, in bytes, of row groups whose values are read together. A larger row group is read alone.
 READ_BYTES = 32 << 20
 #: The columns that a lookup reads if it does not need the values of individual tokens.
@@ -46,7 +44,7 @@ def write_shard(rows: pa.Table, sink: Any) -> None:
     pq.write_table(
         rows,
         sink,
-        row_group_size=max(_LEAST_TOP_ROWS if len(lists) > 1 else LEAST_GROUP_ROWS, min(_GROUP_ROWS, fitting)),
+        row_group_size=max(1, min(_GROUP_ROWS, fitting)),
         compression="zstd",
         use_dictionary=["provenance"],
         column_encoding={**{f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in lists}, "logp_sum": "BYTE_STREAM_SPLIT"},
