@@ -17,7 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from reflogp.store import UsageError
 from reflogp.store.texts import counted
@@ -128,18 +128,17 @@ def _visible(group: Sequence[str], count: int) -> str:
 # glibc and Arrow keep freed memory for reuse, in separate arenas for different threads. Over many small jobs, these arenas grow
 # even though their memory is no longer in use.
 
-_LIMIT_FILES = {"cgroup2": ("memory.max", "memory.high"), "cgroup": ("memory.limit_in_bytes",)}
-#: One pair for cgroup version 2 and one for version 1. Each pair consists of the name of the file with the memory use of a
-#: group and its subgroups, and the prefix of the page cache's fields in memory.stat.
-_USAGE_FILES = (("memory.current", ""), ("memory.usage_in_bytes", "total_"))
+#: For versions 2 and 1 of control groups: where their file system is mounted, the names of the files with a group's limits and
+#: with the memory use of the group and its subgroups, and the prefix of the page cache's fields in memory.stat.
+_V2 = ("sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current", "")
+_V1 = ("sys/fs/cgroup/memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
 
 
 def total_memory(root: Path = Path("/")) -> int:
-    """Return the number of bytes of memory that this process and its workers may use together. /proc and the cgroup file
-    systems are mounted below `root`."""
+    """Return the number of bytes of memory that this process and its workers may use together."""
     import psutil
 
-    return min([int(psutil.virtual_memory().total), *(limit for _, limit in _limits(root))])
+    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _limits(root))])
 
 
 def free_memory(root: Path = Path("/")) -> int:
@@ -150,71 +149,38 @@ def free_memory(root: Path = Path("/")) -> int:
     """
     import psutil
 
-    left = [limit - used for folder, limit in _limits(root) if (used := _used(folder)) is not None]
+    left = [limit - used for limit, used in _limits(root) if used is not None]
     return max(0, min([int(psutil.virtual_memory().available), *left]))
 
 
-def _limits(root: Path) -> Iterator[tuple[Path, int]]:
-    groups = _own_groups(root)
-    for kind, mounted_group, mount_point in _memory_mounts(root):
-        folder = root / mount_point.lstrip("/")
-        group = PurePosixPath(groups.get(kind, "/"))
-        # In a container without a cgroup namespace, `group` is the cgroup's path on the host, but the mounted file system
-        # contains only a part of the host's cgroups.
-        inside = group.relative_to(mounted_group) if group.is_relative_to(mounted_group) else PurePosixPath(".")
-        for place in [inside, *inside.parents]:
-            for name in _LIMIT_FILES[kind]:
-                for limit in _limit(folder / place / name):
-                    yield folder / place, limit
-
-
-def _used(group: Path) -> int | None:
-    """Return the number of bytes that a cgroup uses, excluding its page cache, or None if its files do not contain it."""
-    for usage, prefix in _USAGE_FILES:
-        taken = list(_limit(group / usage))
-        if taken:
-            counts = dict(line.split(" ", 1) for line in _lines(group / "memory.stat") if " " in line)
-            cached = (counts.get(f"{prefix}{name}", "") for name in ("inactive_file", "active_file"))
-            return taken[0] - sum(int(number) for number in cached if number.isdigit())
-    return None
-
-
-def _own_groups(root: Path) -> dict[str, str]:
-    found: dict[str, str] = {}
+def _limits(root: Path) -> Iterator[tuple[int, int | None]]:
+    """Yield the limits of the control groups around this process, each with the number of bytes that the group uses, excluding
+    its page cache; None if the group's files do not contain it."""
     for line in _lines(root / "proc/self/cgroup"):
-        number, controllers, path = line.split(":", 2)
-        if number == "0" and not controllers:
-            found["cgroup2"] = path
-        elif "memory" in controllers.split(","):
-            found["cgroup"] = path
-    return found
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mounted, limits, usage, prefix = _V1 if controllers else _V2
+        top = root / mounted
+        # In a container, the path may be that on the host, where the container has only its own groups.
+        group = top / path.lstrip("/") if (top / path.lstrip("/")).is_dir() else top
+        for folder in [group, *(parent for parent in group.parents if parent.is_relative_to(top))]:
+            counts = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat"))
+            cached = sum(int(counts.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
+            used = _number(folder / usage)
+            for limit in map(_number, (folder / name for name in limits)):
+                if limit:
+                    yield limit, None if used is None else used - cached
 
 
-def _memory_mounts(root: Path) -> Iterator[tuple[str, str, str]]:
-    """For each mounted cgroup file system that can limit memory, yield (type, cgroup at the mount's root, mount point)."""
-    for line in _lines(root / "proc/self/mountinfo"):
-        before, _, after = line.partition(" - ")
-        kind, _, options = after.partition(" ")
-        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(" ")[-1].split(",")):
-            fields = before.split(" ")
-            yield kind, _plain(fields[3]), _plain(fields[4])
-
-
-def _plain(text: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
-
-
-def _limit(file: Path) -> Iterator[int]:
-    for line in _lines(file)[:1]:
-        if line.strip().isdigit() and int(line) > 0:
-            yield int(line)
+def _number(file: Path) -> int | None:
+    """Return a file's number, or None if there is no such file, or no number in it (`max` is no limit)."""
+    text = "".join(_lines(file))
+    return int(text) if text.isdigit() else None
 
 
 def _lines(file: Path) -> list[str]:
-    try:
-        return file.read_text().splitlines()
-    except (OSError, UnicodeDecodeError):
-        return []
+    return file.read_text().splitlines() if file.is_file() else []
 
 
 def return_freed_memory() -> None:
