@@ -188,7 +188,9 @@ def test_bytes_needed_are_those_of_the_loaded_model(name, dtype, tmp_path):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
         save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     held = sum(parameter.nbytes for parameter in load_model(str(tmp_path), dtype, "cpu").model.parameters())
-    assert memory.needed_bytes(read_checkpoint(tmp_path), AutoConfig.from_pretrained(tmp_path), dtype, CUDA)[0] == held
+    config = AutoConfig.from_pretrained(tmp_path)
+    _, parameters = load._model_class(config, False)
+    assert memory.needed_bytes(read_checkpoint(tmp_path), config, dtype, CUDA, parameters)[0] == held
 
 
 @pytest.mark.parametrize(
@@ -206,8 +208,10 @@ def test_a_refusal_names_what_is_needed_what_is_free_and_what_works(dtype, free,
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free * GIB, total * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 3 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: 2 * GIB)
+    config = AutoConfig.from_pretrained(tmp_path)
+    _, parameters = load._model_class(config, False)
     with pytest.raises(OutOfMemoryError) if says else contextlib.nullcontext() as caught:
-        memory.require_room(read_checkpoint(tmp_path), AutoConfig.from_pretrained(tmp_path), dtype, CUDA)
+        memory.require_room(read_checkpoint(tmp_path), config, dtype, CUDA, parameters)
     for part in ("needs 18.", "--dtype bfloat16", "--tensor-parallel", "ending the other", *says):
         if says:
             assert (part in str(caught.value)) == (part in " ".join(says)), part

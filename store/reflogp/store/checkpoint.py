@@ -44,11 +44,6 @@ class StoredTensor:
     shape: tuple[int, ...]
     nbytes: int
 
-    @property
-    def is_float(self) -> bool:
-        """Whether loading converts the tensor to the model's dtype."""
-        return self.dtype.startswith(("F", "BF"))
-
 
 @dataclass(frozen=True)
 class Checkpoint:

@@ -1,6 +1,6 @@
 """Estimate how much device memory a model needs, and recognize out-of-memory errors.
 
-Before any weight is read, the headers of a checkpoint's files show whether the model fits on the device. The token budget (the
+Before any weight is read, the number of a model's parameters shows whether it fits on the device. The token budget (the
 number of tokens that fit into a forward pass) can only be estimated, so the engine halves it when memory runs out.
 Out-of-memory errors from torch, Triton and CUDA's libraries while a model is loaded or checked are re-raised as
 OutOfMemoryError.
@@ -8,12 +8,9 @@ OutOfMemoryError.
 
 from __future__ import annotations
 
-import re
 import traceback
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import prod
 from typing import Any
 
 import torch
@@ -90,27 +87,20 @@ def free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) + int(cached)
 
 
-#: Peak memory while transformers merges the weights of a layer's experts into one tensor, as a multiple of the size of one
-#: projection (such as gate or up) of all experts. The stacked gate and up projections count as 2, and the merged tensor that
-#: contains both projections counts as 2 more.
-_JOINING_COPIES = 4
-_EXPERT = re.compile(r"\.experts\.\d+\.")
-
-
 def require_room(
     checkpoint: Checkpoint,
     config: Any,
     dtype: str,
     device: torch.device,
-    parameters: int | None = None,
+    parameters: int,
     *,
     alone: bool = False,
 ) -> None:
     """Raise OutOfMemoryError if a checkpoint does not fit on a device.
 
     Args:
-        parameters: number of the model's parameters, or None if unknown. This number can be smaller than the number of weights
-            in the files, because transformers may not load all weights.
+        parameters: number of the model's parameters. This number can be smaller than the number of weights in the files,
+            because transformers may not load all weights.
         alone: if True, compare the needed memory with the device's total memory, as if nothing else used the device; if False,
             with the memory that is free now.
     """
@@ -130,45 +120,27 @@ def require_room(
         ways.append("ending the other processes that use this memory")
     raise OutOfMemoryError(
         f"{checkpoint.folder} does not fit in the memory of {device} in {dtype}: it needs {_gib(weights + pass_bytes)} "
-        f"({_gib(weights)} for weights, {_gib(pass_bytes)} for loading or a forward pass), but "
+        f"({_gib(weights)} for weights, {_gib(pass_bytes)} for a forward pass), but "
         f"{f'the device has only {_gib(free)}' if alone else f'only {_gib(free)} are free'}. "
         + (f"What works: {', or '.join(ways)}" if ways else "Use a machine with more memory")
     )
 
 
-def needed_bytes(
-    checkpoint: Checkpoint, config: Any, dtype: str, device: torch.device, parameters: int | None = None
-) -> tuple[int, int]:
-    """Return (bytes of the weights on the device, additional bytes).
+def needed_bytes(checkpoint: Checkpoint, config: Any, dtype: str, device: torch.device, parameters: int) -> tuple[int, int]:
+    """Return (bytes of the weights on the device, additional bytes for a pass with the smallest token budget).
 
-    The additional bytes are for loading or for a pass with the smallest token budget, whichever needs more. The arguments are
-    the same as for `require_room`.
+    The arguments are the same as for `require_room`.
     """
-    target = _weights_dtype(dtype)
-    text = config.get_text_config()
-    kept = is_quantized(checkpoint)
-    sizes = {
-        name: prod(tensor.shape) * target.itemsize if tensor.is_float and not kept else tensor.nbytes
-        for name, tensor in checkpoint.tensors().items()
-    }
-    weights = sum(sizes.values())
-    vocabulary, hidden = getattr(text, "vocab_size", 0), getattr(text, "hidden_size", 0)
-    tables = [name for name, tensor in checkpoint.tensors().items() if tensor.shape == (vocabulary, hidden)]
-    if getattr(text, "tie_word_embeddings", False) and len(tables) == 2:  # files may contain a tied embedding twice
-        weights -= sizes[tables[0]]
-    if parameters is not None and not kept:
-        weights = min(weights, parameters * target.itemsize)
+    target, text = _weights_dtype(dtype), config.get_text_config()
+    weights = parameters * target.itemsize
+    if is_quantized(checkpoint):
+        weights = sum(tensor.nbytes for tensor in checkpoint.tensors().values())
     if checkpoint.adapter is not None:
         weights += checkpoint.adapter.weight_file.stat().st_size
-    experts: Counter[str] = Counter()
-    for name, size in sizes.items():
-        if _EXPERT.search(name):
-            experts[_EXPERT.sub(".experts.", name)] += size
-    joining = _JOINING_COPIES * max(experts.values(), default=0)
     least = least_pass_bytes(config, device, target)
     if dtype != str(target).removeprefix("torch."):  # under autocast, the head keeps a 16-bit copy of the output embedding
-        least += vocabulary * hidden * 2
-    return weights, max(joining, least)
+        least += getattr(text, "vocab_size", 0) * getattr(text, "hidden_size", 0) * 2
+    return weights, least
 
 
 def is_quantized(checkpoint: Checkpoint) -> bool:
