@@ -250,7 +250,6 @@ def one_direction(config):
         ("LLaVA", wide_tower, "llava models with a vision tower of type siglip_vision_model"),
         ("LLaVA", lambda config: config.update(vision_feature_layer=[-2, -1]), "image features from several layers"),
         ("Qwen3-VL", one_direction, "without mrope_interleaved"),
-        ("Gemma 3", None, "image tokens of gemma3 models use causal instead of bidirectional attention"),
         ("InternVL", None, "not been verified for internvl models"),
         (None, None, "the model takes text only"),
     ],

@@ -48,12 +48,6 @@ _PARTS = {
     "image processor": ("processor_config.json", "preprocessor_config.json"),
     "tokenizer": ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
 }
-#: Dict from each model family for which vLLM and transformers compute different log-probs of sequences with images to a clause
-#: that states the reason.
-WRONG = {
-    "gemma3": "in vLLM's CPU build, the image tokens of gemma3 models use causal instead of bidirectional attention, and "
-    "vLLM's GPU build has not been tested with these models"
-}
 #: Adapter ranks that vLLM has kernels for (vllm.config.lora.MaxLoRARanks). Adapters with other ranks are padded to the next
 #: larger rank.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -175,8 +169,6 @@ def _no_images(checkpoint: Checkpoint) -> str | None:
     kind = checkpoint.config.get("model_type")
     if not _is_vision(checkpoint):
         return "the model takes text only"
-    if kind in WRONG:
-        return WRONG[kind]
     unlike = _unlike_tested(kind, checkpoint.config)
     if kind not in FAMILIES or unlike:
         return f"vLLM's values for sequences with images have not been verified for {kind} models{unlike}"
