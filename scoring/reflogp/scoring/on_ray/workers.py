@@ -124,15 +124,14 @@ def _future(reference: Any) -> Future[Any]:
     return answer
 
 
-#: The address for which `connect` starts Ray on this machine. Ray stops when this process disconnects.
+#: The address for which `connected` starts Ray on this machine. Ray stops when this process disconnects.
 LOCAL = "local"
 _CONNECT_SECONDS = 5.0
 
 
-def connect(address: str | None) -> bool:
-    """Connect to the cluster at an address, and return True.
-
-    If this process is already connected to a cluster, keep that connection and return False.
+@contextmanager
+def connected(address: str | None) -> Iterator[None]:
+    """Connect to the cluster at an address for the duration of the block, unless this process is already connected to one.
 
     Args:
         address: "auto", host:port, ray://host:port, or "local" to start Ray on this machine; None means the address in
@@ -141,7 +140,8 @@ def connect(address: str | None) -> bool:
     Raises UsageError if there is no cluster at the address.
     """
     if ray.is_initialized():
-        return False
+        yield
+        return
     where = address or os.environ.get("RAY_ADDRESS") or LOCAL
     own = {"include_dashboard": False} if where == LOCAL else {}
     try:
@@ -151,18 +151,10 @@ def connect(address: str | None) -> bool:
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         hint = "`ray start --head` starts a cluster; if the cluster requires a token, set RAY_AUTH_MODE=token"
         raise UsageError(f"cannot connect to a Ray cluster at {where}: {first_line(error)} ({hint})") from error
-    return True
-
-
-@contextmanager
-def connected(address: str | None) -> Iterator[None]:
-    """Connect to a cluster for the duration of the block; see `connect`."""
-    ours = connect(address)
     try:
         yield
     finally:
-        if ours:
-            ray.shutdown()
+        ray.shutdown()
 
 
 def on_workers(choice: EngineChoice) -> EngineChoice:
