@@ -141,7 +141,8 @@ class TorchEngine:
         self.image_check: ImageCheck | None = None
         self._features = ImageFeatures(self._loaded.model, self.device)
         self._tokens_per_second = math.inf
-        with memory_errors(self.device, "the self-check was running"), on_device(self.device):
+        doing = "the self-check was running"
+        with memory_errors(self.device, doing), on_device(self.device), self._loaded.computing():
             require_causal(self._loaded)
             self._own_attention = attention_names(self._loaded.model.config)
             self._head = Head(self._loaded.model, lm_head_dtype == "float32", self._loaded.autocast)

@@ -120,9 +120,8 @@ def require_causal(loaded: LoadedModel) -> None:
         if implementation is not None:
             model.set_attn_implementation(implementation)
         try:
-            with loaded.computing():
-                values = _plain(model, sequence, loaded.device)[:kept]
-                changed = _plain(model, Sequence(sequence.prompt_ids, others), loaded.device)[:kept]
+            values = _plain(model, sequence, loaded.device)[:kept]
+            changed = _plain(model, Sequence(sequence.prompt_ids, others), loaded.device)[:kept]
         except Exception as error:  # models that need images, for example
             if is_out_of_memory(error):
                 raise
@@ -220,12 +219,7 @@ def check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: Collec
 
     Out-of-memory errors are re-raised: the check scores no more tokens at once than a pass has.
     """
-    with loaded.computing():
-        return _check(head, loaded, compile_layers, list(refused))
-
-
-def _check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: list[str]) -> SelfCheck:
-    model, device = loaded.model, loaded.device
+    model, device, refused = loaded.model, loaded.device, list(refused)
     own_attention = attention_names(model.config)
     own_kernel = str(model.config.get_text_config()._attn_implementation)
     samples, plain = _samples(loaded), []
