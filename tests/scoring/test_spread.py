@@ -25,7 +25,7 @@ from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.machine import Place, gpus_in_a_child, places
 from reflogp.scoring.runs import scheduler, unit_queue
-from reflogp.scoring.runs.misses import Miss
+from reflogp.scoring.runs.pipeline import Miss
 from reflogp.scoring.runs.processes import LocalWorkers
 from reflogp.scoring.runs.unit_queue import LEAST, UnitQueue, unit_size
 from reflogp.scoring.runs.units import ScoringWorker, VisionCache, decode, encode

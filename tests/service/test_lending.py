@@ -19,8 +19,7 @@ from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import TokenizedDataset, load_tokenizer
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
-from reflogp.scoring.runs.misses import Miss
-from reflogp.scoring.runs.pipeline import EngineScheduler
+from reflogp.scoring.runs.pipeline import EngineScheduler, Miss
 from reflogp.scoring.runs.scheduler import Scheduler, settled
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.torch_engine import Sequence

@@ -13,11 +13,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
@@ -26,7 +25,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from reflogp.scoring.engines import Engine
-from reflogp.scoring.runs.misses import Committed, Ended, Event, Failed, Miss, Scored, Work
 from reflogp.scoring.torch_engine.sequences import Outcome, Sequence, TokenCounts, TopLogps, Values, numbers_of, token_logps_of
 from reflogp.scoring.tracing import record, span
 from reflogp.store.maintenance import small_shards_allowed
@@ -38,6 +36,69 @@ COMMIT_SEQUENCES = 4096
 COMMIT_SECONDS = 30.0
 #: The first commit comes sooner, so that whoever stops a run early does not lose everything.
 FIRST_COMMIT_SECONDS = 10.0
+
+
+@dataclass(eq=False, slots=True)
+class Miss:
+    """A sequence that the store lacks, and the rows that need it.
+
+    Attributes:
+        key: key of the sequence. With keep_start, it is computed from the whole completion.
+        sequence: the sequence as it is scored; its completion may be truncated.
+        completion_len: number of tokens in the completion. With keep_start, this includes tokens that are cut off.
+        rows: numbers of the rows that need the sequence. Further rows may be added until the miss has failed or is committed.
+    """
+
+    key: bytes
+    sequence: Sequence
+    completion_len: int
+    rows: list[int]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Event: these misses have been scored; their values will be committed later."""
+
+    misses: list[Miss]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Event: a miss cannot be scored; `problem` is the reason."""
+
+    miss: Miss
+    problem: str
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Event: the store contains the values of these misses, in this snapshot and all later snapshots."""
+
+    misses: list[Miss]
+    snapshot: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The last event of a pipeline.
+
+    `error` is the error that stopped the engine or the commits, or None. Computed values are lost only if a commit failed.
+    """
+
+    error: BaseException | None
+
+
+Event = Scored | Failed | Committed
+
+
+@dataclass
+class Work:
+    """How long scoring took, how many tokens it computed, and how the values were computed."""
+
+    seconds: float = 0.0
+    token_counts: TokenCounts = field(default_factory=TokenCounts)
+    provenance: dict[str, Any] | None = None
+    workers: int = 0
 
 
 class Committer:
@@ -83,7 +144,7 @@ _GROUPS, _PASSES, _TOP_PASSES = 1, 32, 4
 _COMMIT_NUMBERS = 64 << 20
 #: Number of seconds that `stop` waits for the engine's current pass.
 _LAST_SECONDS = 20.0
-#: Maximum number of seconds to wait for a new group before asking the engine for outcomes again.
+#: Number of seconds to wait, while the engine has nothing to do, before asking it for outcomes again.
 _LOOK_SECONDS = 0.005
 #: Maximum number of seconds that an EngineScheduler waits for news before it looks again whether the engine has room.
 _TURN_SECONDS = 0.02
@@ -116,7 +177,9 @@ class ScoringPipeline:
         self._commit_sequences = commit_sequences
         self._commit_seconds = commit_seconds
         self._next_commit_seconds = min(commit_seconds, FIRST_COMMIT_SECONDS)
-        self._groups = _Groups()
+        self._groups: queue.Queue[_Group] = queue.Queue(_GROUPS)
+        self._begun: dict[int, tuple[Miss, _Group]] = {}  # by the engine's number of the sequence
+        self._closed = threading.Event()  # no further group comes
         self._passes: queue.Queue[_Pass | Ended] = queue.Queue(_TOP_PASSES if table.top_k else _PASSES)
         self._stopped = threading.Event()
         self._done: list[tuple[Miss, Values]] = []
@@ -136,17 +199,21 @@ class ScoringPipeline:
         Args:
             at_once: whether to commit as soon as the whole group has been scored.
         """
-        return self._groups.put(_Group(misses, at_once, len(misses)))
+        try:
+            self._groups.put_nowait(_Group(misses, at_once, len(misses)))
+        except queue.Full:
+            return False
+        return True
 
     def is_starved(self) -> bool:
-        return self._groups.is_empty()
+        return self._groups.empty()
 
     def finish(self) -> None:
         """Declare that `put` will not be called again. This method returns at once.
 
         The event `Ended` is reported when the values of all groups are committed.
         """
-        self._groups.close()
+        self._closed.set()
 
     def stop(self) -> None:
         """Start no further pass, commit the values that are already computed, and return.
@@ -155,7 +222,7 @@ class ScoringPipeline:
         longer, its values are lost.
         """
         self._stopped.set()
-        self._groups.close()
+        self._closed.set()
         engine, commits = self._threads
         if not commits.is_alive():  # the last event was reported
             return
@@ -167,14 +234,14 @@ class ScoringPipeline:
     def _compute(self) -> None:
         error: BaseException | None = None
         try:
-            with closing(self._engine.flow(self._groups)) as flow:
+            with closing(self._engine.flow(self._sequences())) as flow:
                 since = time.monotonic()
                 while not self._stopped.is_set():
                     landed = self._land(flow)
                     if landed is None:
                         break
                     if not landed:
-                        self._groups.wait(_LOOK_SECONDS)
+                        time.sleep(_LOOK_SECONDS)
                         since = time.monotonic()
                         continue
                     now = time.monotonic()
@@ -186,6 +253,22 @@ class ScoringPipeline:
             error = caught
         self._passes.put(Ended(error))
 
+    def _sequences(self) -> Iterator[list[Sequence]]:
+        """Yield the sequences of each group; while no group waits, empty lists, because an engine must not be held up."""
+        count = 0
+        while True:
+            is_closed = self._closed.is_set()
+            try:
+                group = self._groups.get_nowait()
+            except queue.Empty:
+                if is_closed:
+                    return
+                yield []
+                continue
+            self._begun.update(enumerate(((miss, group) for miss in group.misses), count))
+            count += len(group.misses)
+            yield [miss.sequence for miss in group.misses]
+
     def _land(self, flow: Iterator[list[tuple[int, Outcome]]]) -> _Pass | None:
         """Return the outcomes of the engine's next pass.
 
@@ -195,7 +278,7 @@ class ScoringPipeline:
         numbered = next(flow, None)
         if not numbered:
             return None if numbered is None else []
-        landed = [(*self._groups.computed(number), outcome) for number, outcome in numbered]
+        landed = [(*self._begun.pop(number), outcome) for number, outcome in numbered]
         tokens = sum(len(miss.sequence) for miss, _, _ in landed)
         record("score", time.monotonic() - began, sequences=len(landed), tokens=tokens)
         return landed
@@ -223,7 +306,7 @@ class ScoringPipeline:
                 except BaseException as caught:
                     error, is_failed = error or caught, True
                     self._stopped.set()
-                    self._groups.close()
+                    self._closed.set()
             if is_last:
                 self._tell(Ended(error))
                 return
@@ -285,59 +368,6 @@ class _Group:
 
 #: The outcomes of one pass, each with its miss and the group of the miss.
 _Pass = list[tuple[Miss, _Group, Outcome]]
-
-
-class _Groups(Iterator[list[Sequence]]):
-    """A queue of the groups that wait for the engine.
-
-    Iteration takes groups from the queue and yields the sequences of each group. It never blocks: while the queue is empty, it
-    yields empty lists.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: deque[_Group] = deque()
-        self._begun: dict[int, tuple[Miss, _Group]] = {}
-        self._count = 0
-        self._closed = False
-        self._changed = threading.Condition()
-
-    def put(self, group: _Group) -> bool:
-        with self._changed:
-            if len(self._waiting) >= _GROUPS:
-                return False
-            self._waiting.append(group)
-            self._changed.notify_all()
-            return True
-
-    def is_empty(self) -> bool:
-        return not self._waiting
-
-    def close(self) -> None:
-        """End the iteration as soon as all groups in the queue have been taken."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-    def wait(self, seconds: float) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed, seconds)
-
-    def __next__(self) -> list[Sequence]:
-        with self._changed:
-            if not self._waiting:
-                if self._closed:
-                    raise StopIteration
-                return []
-            group = self._waiting.popleft()
-            for miss in group.misses:
-                self._begun[self._count] = (miss, group)
-                self._count += 1
-            return [miss.sequence for miss in group.misses]
-
-    def computed(self, number: int) -> tuple[Miss, _Group]:
-        """Return the miss that has this number, together with its group. Each miss can be requested only once."""
-        with self._changed:
-            return self._begun.pop(number)
 
 
 class EngineScheduler:

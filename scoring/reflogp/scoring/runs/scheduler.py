@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from reflogp.scoring.errors import EngineError, WorkerGoneError
-from reflogp.scoring.runs.misses import Committed, Event, Failed, Miss, Scored, Work
-from reflogp.scoring.runs.pipeline import COMMIT_SEQUENCES
+from reflogp.scoring.runs.pipeline import COMMIT_SEQUENCES, Committed, Event, Failed, Miss, Scored, Work
 from reflogp.scoring.runs.unit_queue import Rate, Unit, UnitQueue, unit_size
 from reflogp.scoring.runs.units import IN_FLIGHT, encode
 from reflogp.scoring.torch_engine.sequences import TokenCounts

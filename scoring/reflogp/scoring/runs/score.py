@@ -21,8 +21,7 @@ import pyarrow.compute as pc
 from reflogp.scoring.data.tokenize import RowCount, StoppedError, TokenizedRows, TokenizedWindows
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
-from reflogp.scoring.runs.misses import Committed, Event, Failed, Miss, Scored
-from reflogp.scoring.runs.pipeline import EngineScheduler
+from reflogp.scoring.runs.pipeline import Committed, EngineScheduler, Event, Failed, Miss, Scored
 from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.runs.summary import ScoreSummary
 from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages

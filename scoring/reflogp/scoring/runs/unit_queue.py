@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reflogp.scoring.isolation import Isolation
-from reflogp.scoring.runs.misses import Miss
-from reflogp.scoring.runs.pipeline import COMMIT_SECONDS
+from reflogp.scoring.runs.pipeline import COMMIT_SECONDS, Miss
 
 #: Number of sequences in the first units, before a worker's rate is known, and minimum number in later units.
 LEAST = 8

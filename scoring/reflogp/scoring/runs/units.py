@@ -22,8 +22,7 @@ from reflogp.scoring.data.shape import RowError
 from reflogp.scoring.engines import Engine, EngineChoice
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.machine import growing_segments
-from reflogp.scoring.runs.misses import Committed, Ended, Event, Failed, Miss, Scored
-from reflogp.scoring.runs.pipeline import COMMIT_SECONDS, ScoringPipeline
+from reflogp.scoring.runs.pipeline import COMMIT_SECONDS, Committed, Ended, Event, Failed, Miss, Scored, ScoringPipeline
 from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages, TokenCounts, picture_files
 from reflogp.scoring.vision import VisionProcessor, load_processor
 from reflogp.scoring.wire import SentSequence, decode_sequences, encode_sequences, sent_images
