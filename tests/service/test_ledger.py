@@ -82,6 +82,15 @@ def test_a_newer_ledger_and_what_is_none_are_refused_in_one_sentence(tmp_path):
         Ledger(newer)
     with pytest.raises(UsageError, match=r"damaged\.sqlite\) is damaged \(file is not a database\)"):
         Ledger(damaged)
+    ledger = Ledger(tmp_path / "pages.sqlite")
+    for number in range(100):
+        put(ledger, str(number))
+    ledger.close()
+    content = bytearray((tmp_path / "pages.sqlite").read_bytes())
+    content[len(content) // 4 : len(content) // 2] = b"\xff" * (len(content) // 2 - len(content) // 4)
+    (tmp_path / "pages.sqlite").write_bytes(content)
+    with pytest.raises(UsageError, match=r"is damaged \(.*mkdir -p .* && mv .*pages\.sqlite\* "):
+        Ledger(tmp_path / "pages.sqlite")
 
 
 def test_cancelled_jobs_end_cancelled_whatever_happens_to_them(tmp_path):

@@ -30,7 +30,6 @@ class Fetching:
     """Background fetches of datasets. The datasets of queued jobs are fetched in queue order, several at a time.
 
     Args:
-        record: calls a function that writes to the ledger about a job, until it works.
         on_change: called with a job's id after the job's note has changed or its dataset has been fetched.
         finish: records that a job failed.
     """
@@ -40,14 +39,12 @@ class Fetching:
         settings: ServerSettings,
         ledger: Ledger,
         files: DatasetFiles,
-        record: Callable[[str, Callable[[], None]], Awaitable[None]],
         on_change: Callable[[str], None],
         finish: Callable[..., Awaitable[None]],
     ) -> None:
         self._settings = settings
         self._ledger = ledger
         self._files = files
-        self._record = record
         self._on_change = on_change
         self._finish = finish
         # id of a job whose dataset is being fetched -> (event that is set to stop the fetch, task)
@@ -90,7 +87,7 @@ class Fetching:
             file, digest = await to_thread.run_sync(call, limiter=self._threads)
             notes.cancel()
             fetched = {**source, "file": str(file), "digest": digest}
-            await self._record(job, partial(self._ledger.fetched, job, fetched))
+            await to_thread.run_sync(self._ledger.fetched, job, fetched)
             self._on_change(job)
         except (FetchCancelledError, LedgerError) as error:  # after a LedgerError, a later round of `run` fetches the dataset
             logger.info("the dataset was not fetched: %s", error, extra={"job": job})

@@ -236,13 +236,6 @@ class Ledger(LedgerFile):
             query = "update job set source = ?, note = null where id = ? and state = 'queued'"
             db.execute(query, [json.dumps(source), job])
 
-    def fetch_again(self, job: str, note: str) -> None:
-        """Queue a running job again and have its dataset fetched again, because the fetched file no longer exists."""
-
-        with self._changing(job) as db:
-            _forget_file(db, job)
-            _requeue(db, "id = ? and state = 'running'", note, job)
-
     def note(self, job: str, note: str) -> None:
         """Say what a queued job whose dataset must still be fetched is waiting for."""
         with self.writing() as db:

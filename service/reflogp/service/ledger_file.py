@@ -19,19 +19,14 @@ logger = logging.getLogger(__name__)
 #: StateLock tries to get the lock every _PAUSE_SECONDS for up to _PATIENCE_SECONDS, because a service that was just killed may
 #: still hold the lock.
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 2.0, 0.1
-_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 class LedgerError(ReflogpError):
     """A read or write of the service's ledger of jobs failed.
 
-    The file is locked by another process, its disk is full or failing, or the service is shutting down. Unless it is shutting
-    down, the same call may succeed later.
+    The file is locked by another process or damaged, its disk is full or failing, or the service is shutting down. Unless the
+    file is damaged or the service is shutting down, the same call may succeed later.
     """
-
-
-class LedgerDamagedError(LedgerError):
-    """Some pages of the ledger's file are damaged. The service stops."""
 
 
 class StateLock:
@@ -80,7 +75,6 @@ class LedgerFile:
 
     Attributes:
         trouble: the error that says why the ledger cannot currently be used, or None if it can be used.
-        failures: number of failed reads and writes.
 
     Raises:
         UsageError: the file was written by a newer version of reflogp, is damaged or not an SQLite database, or is locked.
@@ -93,14 +87,14 @@ class LedgerFile:
         self._reading, self._writing = Lock(), Lock()
         self._is_closed = False
         self.trouble: LedgerError | None = None
-        self.failures = 0
         try:
-            with self._errors_noted():
-                self._writer = self._connect()
-                self._prepare(schema)
-                self._reader = self._connect()
-        except LedgerError as error:
-            raise UsageError(str(error)) from error
+            self._writer = self._connect()
+            self._prepare(schema)
+            self._reader = self._connect()
+        except sqlite3.OperationalError as error:
+            raise UsageError(f"the ledger of jobs ({file}) cannot be used: {error}") from error
+        except sqlite3.DatabaseError as error:
+            raise self._damaged(str(error)) from error
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
@@ -119,7 +113,7 @@ class LedgerFile:
             self._writer.execute("begin immediate")
             with self._writer:  # ends the transaction
                 yield self._writer
-        if self.trouble is not None and not isinstance(self.trouble, LedgerDamagedError):
+        if self.trouble is not None:
             logger.info("the ledger of jobs can be used again")
             self.trouble = None
 
@@ -143,23 +137,15 @@ class LedgerFile:
         except (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.DataError, sqlite3.NotSupportedError):
             raise
         except sqlite3.DatabaseError as error:
-            self.failures += 1
-            failure = self._failure(error)
-            if type(self.trouble) is not type(failure):
+            failure = LedgerError(f"the ledger of jobs ({self._file.name}) cannot currently be used: {error}")
+            if self.trouble is None:
                 logger.error("%s", failure)
-            if not isinstance(self.trouble, LedgerDamagedError):
-                self.trouble = failure
+            self.trouble = failure
             raise failure from error
 
-    def _failure(self, error: sqlite3.DatabaseError) -> LedgerError:
-        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF  # none for a text that is not UTF-8
-        if code in _DAMAGED:
-            return self._damaged(str(error))
-        return LedgerError(f"the ledger of jobs ({self._file.name}) cannot currently be used: {error}")
-
-    def _damaged(self, what: str) -> LedgerDamagedError:
+    def _damaged(self, what: str) -> UsageError:
         aside = quote(str(self._file.parent / "damaged"))
-        return LedgerDamagedError(
+        return UsageError(
             f"the ledger of jobs ({self._file.name}) is damaged ({what}): move it away with `mkdir -p {aside} && "
             f"mv {quote(str(self._file))}* {aside}`, start the service, send the uploads again, and submit the jobs again "
             "(sequences whose values are in the store are not scored again)"

@@ -68,10 +68,6 @@ class Metrics:
         self.ledger_works = Gauge(
             "reflogp_ledger_works", "1 while the ledger of jobs can be written to, else 0.", registry=registry
         )
-        self.ledger_failures = Gauge("reflogp_ledger_failures", "Failed reads and writes of the ledger.", registry=registry)
-        self.unrecorded = Gauge(
-            "reflogp_ledger_waiting_writes", "Writes that wait for the ledger to become writable.", registry=registry
-        )
         self.memory = Gauge("reflogp_memory_bytes", "Resident memory of each process.", ["process"], registry=registry)
 
     def text(self) -> bytes:

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
-from reflogp.service.ledger_file import LedgerDamagedError, LedgerError
+from reflogp.service.ledger_file import LedgerError
 from reflogp.store import (
     DamagedStoreError,
     ReferenceNotFoundError,
@@ -78,8 +78,6 @@ class Problem(Exception):
 
 def problem_of(error: ReflogpError) -> Problem:
     """Return the Problem for a reflogp error. If the error matches no class in _STATUS, the status is 500."""
-    if isinstance(error, LedgerDamagedError):  # its message names a folder of the service's machine
-        error = LedgerError("the ledger of jobs is damaged, and the service stops: its log has the reason and the next step")
     for kind, status, next_step in _STATUS:
         if isinstance(error, kind):
             headers = {"Retry-After": _LEDGER_SECONDS} if isinstance(error, LedgerError) else None

@@ -24,7 +24,6 @@ from pythonjsonlogger.json import JsonFormatter
 
 from reflogp.service.app import create_app
 from reflogp.service.context import Context
-from reflogp.service.ledger_file import LedgerDamagedError
 from reflogp.service.log_lines import FIELDS, LogLine
 from reflogp.service.request_ids import add_request_id
 from reflogp.service.settings import ServerSettings, unknown_variables
@@ -87,10 +86,7 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._context.scheduler.drain()
-        if isinstance(self._context.ledger.trouble, LedgerDamagedError):
-            self.should_exit = True  # uvicorn would end the process by the signal, which supervisors take for a success
-        else:
-            super().handle_exit(sig, frame)
+        super().handle_exit(sig, frame)
 
 
 def _allow_connections() -> None:
@@ -116,7 +112,7 @@ def _give_memory_back() -> None:
 def run(settings: ServerSettings) -> None:
     """Run the service, and return when it has stopped.
 
-    Raise the same errors as `create_app`, and LedgerDamagedError if the service has stopped because its ledger is damaged.
+    Raise the same errors as `create_app`.
     """
     app = create_app(settings)
     install_logging(settings.log_format)
@@ -135,7 +131,4 @@ def run(settings: ServerSettings) -> None:
         server_header=False,
         access_log=False,  # a proxy has one, and /metrics counts and times requests
     )
-    context: Context = app.state.context
-    _Server(config, context).run()
-    if isinstance(context.ledger.trouble, LedgerDamagedError):
-        raise context.ledger.trouble
+    _Server(config, app.state.context).run()

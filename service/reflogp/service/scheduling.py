@@ -3,15 +3,15 @@
 A runner reads the job's dataset and sends what has to be scored to the workers that the service lends it: one from the start,
 and others as long as they are idle.
 
-The code of this module runs in the event loop. Calls that use the ledger or files run in threads. The end of a job is recorded
-as soon as the ledger can be written; until then, the job counts as running. Only one task claims jobs.
+The code of this module runs in the event loop. Calls that use the ledger or files run in threads. Only one task claims jobs. If
+the ledger cannot be written when a job ends, the job counts as running, and runs again when the ledger works: its values are in
+the store.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -26,7 +26,7 @@ from anyio import to_thread
 from reflogp.service.dataset_files import DatasetFiles
 from reflogp.service.fetching import Fetching
 from reflogp.service.ledger import Ledger
-from reflogp.service.ledger_file import LedgerDamagedError, LedgerError
+from reflogp.service.ledger_file import LedgerError
 from reflogp.service.metrics import Metrics
 from reflogp.service.models import JobProgress, JobState
 from reflogp.service.pool import Pool, WorkerHandle
@@ -120,7 +120,7 @@ class JobScheduler:
         for folder in (context.results, context.tokens):
             for partial_file in folder.glob(".*.partial"):  # left by a process that was killed while it wrote the file
                 partial_file.unlink(missing_ok=True)
-        self._fetching = Fetching(settings, ledger, files, self._recorded, self._fetch_changed, self._finish)
+        self._fetching = Fetching(settings, ledger, files, self._fetch_changed, self._finish)
         self._threads = Threads("the dataset's file system", 4)
         self._pool: Pool
         self._running: dict[str, _Running] = {}  # job id -> the running job
@@ -132,8 +132,6 @@ class JobScheduler:
         self._wanted = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self.closing = False
-        #: Number of writes that have not reached the ledger yet.
-        self.unrecorded = 0
 
     def start(self, pool: Pool) -> None:
         """Start the background tasks. Jobs that were unfinished when the service last stopped are continued."""
@@ -221,22 +219,12 @@ class JobScheduler:
     # The end of a job
 
     async def _recorded(self, job: str, write: Callable[[], _Result]) -> _Result | None:
-        """Write to the ledger, again and again until it works. Return None if the service ends first.
-
-        The ledger then lists the job as running, or as waiting for its dataset, and the next service continues it.
-        """
-        self.unrecorded += 1
+        """Write to the ledger. If it cannot be written, return None: the job then runs again as soon as it can."""
         try:
-            while True:
-                try:
-                    return await to_thread.run_sync(write)
-                except LedgerError as error:
-                    if self.closing:
-                        logger.error("a change could not be recorded: %s", error, extra={"job": job})
-                        return None
-                await asyncio.sleep(_LEDGER_AGAIN_SECONDS)
-        finally:
-            self.unrecorded -= 1
+            return await to_thread.run_sync(write)
+        except LedgerError as error:
+            logger.error("the end of the run could not be recorded: %s", error, extra={"job": job})
+            return None
 
     async def _record_end(self, running: _Running, message: dict[str, Any]) -> None:
         """Record the end of a job whose runner reports that it is done, has failed, or was stopped."""
@@ -302,7 +290,7 @@ class JobScheduler:
     async def _assign_for_ever(self) -> None:
         """Assign jobs to workers after each call of `look` and each check of the ledger. This coroutine never returns.
 
-        No other task claims jobs. Stop the service if the ledger is damaged.
+        No other task claims jobs.
         """
         check_at = 0.0
         while True:
@@ -320,12 +308,10 @@ class JobScheduler:
 
     async def _check_ledger(self) -> None:
         """Write to the ledger, and queue the jobs again that it lists as running although they have no runner."""
-        if isinstance(self._ledger.trouble, LedgerDamagedError):
-            logger.critical("the service stops because its ledger of jobs is damaged")
-            signal.raise_signal(signal.SIGTERM)
-        lost = await to_thread.run_sync(self._ledger.requeue_lost, set(self._running), "the service ended")
+        note = "the service was killed, or the ledger of jobs could not be written"
+        lost = await to_thread.run_sync(self._ledger.requeue_lost, set(self._running), note)
         if lost:
-            logger.info("%s of a service that was killed: queued again, or ended if cancelled", counted(lost, "running job"))
+            logger.info("%s without a process: queued again, or ended if cancelled", counted(lost, "running job"))
 
     async def _assign_once(self) -> None:
         """Start queued jobs, each with a worker that is idle or that another job can spare.
@@ -465,11 +451,6 @@ class JobScheduler:
         if await self._recorded(claim.id, partial(self._ledger.is_cancelled, claim.id)):  # before it was in `_running`
             self._cancel(running)
         try:
-            if "uri" in claim.source and not await to_thread.run_sync(Path(claim.source["file"]).exists):
-                note = "the fetched dataset was deleted; fetching it again"
-                await self._recorded(claim.id, partial(self._ledger.fetch_again, claim.id, note))
-                self._fetch_changed(claim.id)
-                return False
             order = await self.order(claim)
         except (ReflogpError, Problem, OSError) as error:
             detail = error.detail if isinstance(error, Problem) else str(error)

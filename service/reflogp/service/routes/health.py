@@ -76,8 +76,6 @@ def health_router(context: Context, pool: Pool) -> APIRouter:
             for state in JOB_STATES:
                 gauges.jobs.labels(state).set(jobs.get(state, 0))
         gauges.ledger_works.set(ledger.trouble is None)
-        gauges.ledger_failures.set(ledger.failures)
-        gauges.unrecorded.set(context.scheduler.unrecorded)
         gauges.online_tokens.set(context.online.queued_tokens())
         gauges.workers_ready.set(sum(worker.ready for worker in pool.workers))
         gauges.workers_answering.set(sum(worker.answering for worker in pool.workers))
