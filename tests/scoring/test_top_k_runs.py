@@ -193,6 +193,8 @@ def test_joined_columns_describe_each_token_from_the_second_on(tmp_path, referen
         assert np.allclose(row["ref_top_logps"], right.values, rtol=2**-10, atol=1e-5)
     with pytest.raises(ReferenceNotFoundError, match="with the 9 most probable tokens"):
         join(model, CHATS, store, top_k=9)
+    with pytest.raises(UsageError, match="leave out the snapshot, or top_k"):
+        join(model, CHATS, store, top_k=3, snapshot=1)
 
 
 def test_pairs_have_columns_of_both_sides_and_rows_without_are_missing(tmp_path, reference_folder, rows, plain):

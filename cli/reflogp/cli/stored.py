@@ -53,7 +53,7 @@ def join(
     quiet_libraries()
     _, dataset, at = open_scored(arguments, snapshot)
     second = _open_versus(versus, arguments, at)
-    top = TopTokens.find(Store(arguments.store), at.reference, top_k)
+    top = TopTokens.find(Store(arguments.store), at.reference, top_k, snapshot)
     with progress_bar("joining") as bar:
         summary = join_dataset(dataset, at, output, replace(arguments.settings, ld_alpha=ld_alpha), bar, second, top)
     _print_dropped(summary.dropped_rows)

@@ -181,7 +181,7 @@ def join(
             them.
         StoreNotFoundError, ReferenceNotFoundError: the store does not exist, or has no values of this model in this dtype.
         SnapshotNotFoundError: there is no snapshot with the number `snapshot`, or it can no longer be read.
-        UsageError: `versus` has the same weights as `model`.
+        UsageError: `versus` has the same weights as `model`, or both `snapshot` and `top_k` are given.
         UsageError, TokenizerError, StoreError: see `score`.
 
     Examples:
@@ -205,7 +205,7 @@ def join(
     _say(reason)
     second, reason = open_versus(opened, versus, arguments, at, tokenizer)
     _say(reason)
-    top = TopTokens.find(opened, reference, top_k)
+    top = TopTokens.find(opened, reference, top_k, snapshot)
     loaded = _tokenizer(folder, arguments, tokenizer)()
     find_vision = cache(_vision(folder, arguments, tokenizer))
 

@@ -155,7 +155,9 @@ class TopTokens:
     k: int
 
     @classmethod
-    def find(cls, store: Store, reference: Reference | str, k: int) -> TopTokens | None:
+    def find(cls, store: Store, reference: Reference | str, k: int, snapshot: int | None) -> TopTokens | None:
+        if k and snapshot is not None:
+            raise UsageError("tables with most probable tokens have snapshots of their own: leave out the snapshot, or top_k")
         return cls(TopSnapshot([table.snapshot() for table in store.top_tables(reference, k)]), k) if k else None
 
 
