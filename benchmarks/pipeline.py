@@ -132,9 +132,8 @@ def _save_model(folder: Path) -> None:
 
 def score(world: World, online: bool) -> dict[str, Any]:
     """Score as `reflogp score` does."""
-    return asdict(
-        score_dataset(world.dataset(), world.store(), world.reference, EngineScheduler(lambda: clocked(str(world.model))))
-    )
+    table = world.store().values_table(world.reference)
+    return asdict(score_dataset(world.dataset(), table, EngineScheduler(lambda: clocked(str(world.model)))))
 
 
 def job(world: World, online: bool) -> dict[str, Any]:
@@ -212,7 +211,7 @@ def ray(world: World, online: bool) -> dict[str, Any]:
             found = workers.ClusterWorkers(str(world.model), None, world.reference, EngineChoice("torch", "cpu"), 1)
             on_ray = Scheduler(workers=found)
             try:
-                return asdict(score_dataset(world.dataset(), world.store(), world.reference, on_ray))
+                return asdict(score_dataset(world.dataset(), world.store().values_table(world.reference), on_ray))
             finally:
                 on_ray.close()
     finally:

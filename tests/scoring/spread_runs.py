@@ -41,7 +41,7 @@ class Runs:
         else:
             self.scorer = Scheduler(workers=self._workers(folder, reference, choice))
         try:
-            return score_dataset(dataset, Store(self._folder / store), reference, self.scorer, watcher=watcher)
+            return score_dataset(dataset, Store(self._folder / store).values_table(reference), self.scorer, watcher=watcher)
         finally:
             self.scorer.close()
 

@@ -35,7 +35,8 @@ def run(reference_folder, tmp_path):
     def run(file, engine=None, watcher=None, dataset=TokenizedDataset, **options):
         made = engine or TorchEngine(str(reference_folder), "float32", token_budget=200)
         scheduler = EngineScheduler(lambda: made, **options)
-        return score_dataset(dataset(RowSource(str(file)), lambda: None), run.store, run.reference, scheduler, watcher=watcher)
+        table = run.store.values_table(run.reference)
+        return score_dataset(dataset(RowSource(str(file)), lambda: None), table, scheduler, watcher=watcher)
 
     run.store, run.reference = Store(tmp_path / "store"), describe_reference(str(reference_folder), "float32")
     return run

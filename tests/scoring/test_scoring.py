@@ -23,7 +23,7 @@ def score(reference_folder, tmp_path):
         engine = make_engine or (lambda: TorchEngine(str(reference_folder), "float32"))
         dataset = TokenizedDataset(RowSource(str(file)), lambda: load_tokenizer(str(reference_folder)), form)
         scheduler = EngineScheduler(engine, commit_sequences=commit_sequences)
-        return score_dataset(dataset, Store(tmp_path / "store"), reference, scheduler, **options)
+        return score_dataset(dataset, Store(tmp_path / "store").values_table(reference), scheduler, **options)
 
     return run
 

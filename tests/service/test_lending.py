@@ -47,7 +47,8 @@ def values_are_those_of_one_engine(file, folder, tmp_path):
     reference = describe_reference(str(folder), "float32")
     choice = EngineChoice("torch", "cpu", 256, trust_remote_code=True)
     dataset = TokenizedDataset(RowSource(str(file)), lambda: load_tokenizer(str(folder)))
-    score_dataset(dataset, Store(tmp_path / "here"), reference, EngineScheduler(lambda: choice.make(str(folder), reference)))
+    table = Store(tmp_path / "here").values_table(reference)
+    score_dataset(dataset, table, EngineScheduler(lambda: choice.make(str(folder), reference)))
     same_rows(rows_of(tmp_path / "here", reference.reference_id), rows_of(tmp_path / "store", reference.reference_id))
 
 

@@ -236,13 +236,11 @@ def score(
         bar = stack.enter_context(progress_bar("scoring"))
         summary = score_dataset(
             tokenized(rows, folder, arguments),
-            opened,
-            reference,
+            opened.values_table(reference, top_k),
             scheduler,
             settings=arguments.settings,
             watcher=bar,
             strict_engine=engine if strict_engine else None,
-            top_k=top_k,
         )
     print_notes(summary.notes)
     print_result(summary.as_dict(), as_json, *summary.lines())

@@ -117,8 +117,13 @@ def score(
             closing(EngineScheduler(engine_of_all_splits, closes_engine=False)) as scheduler,
             progress_bar(f"scoring {split}".strip(), progress) as bar,
         ):
-            dataset = tokenized(source, folder, arguments, tokenizer)
-            summary = score_dataset(dataset, opened, reference, scheduler, settings=settings, watcher=bar, top_k=choice.top_k)
+            summary = score_dataset(
+                tokenized(source, folder, arguments, tokenizer),
+                opened.values_table(reference, choice.top_k),
+                scheduler,
+                settings=settings,
+                watcher=bar,
+            )
         source.check_unchanged()
         return summary
 

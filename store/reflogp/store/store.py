@@ -173,8 +173,7 @@ class Store:
         base = self.create_table(reference)
         if not top_k:
             return ValuesTable(base)
-        top = self.create_table(reference, top_k)
-        return ValuesTable(base, top, [table for table in self.tables(reference) if table.top_k > top_k])
+        return ValuesTable(base, self.create_table(reference, top_k), self._top_tables(base.reference, top_k + 1))
 
     def top_table(self, reference: Reference | str, top_k: int) -> LogprobTable:
         """Return the first of `top_tables`."""
@@ -186,27 +185,30 @@ class Store:
         Raises ReferenceNotFoundError if the store has no such table, and the errors of `store[reference]`.
         """
         check_top_k(top_k)
-        tables = self.tables(reference)
-        if found := [table for table in tables if table.top_k >= max(1, top_k)]:
+        known = self[reference].reference
+        if found := self._top_tables(known, top_k):
             return found
-        there = ", ".join(str(table.top_k) for table in tables[1:]) or "none"
+        there = ", ".join(str(table.top_k) for table in self._top_tables(known)) or "none"
         raise ReferenceNotFoundError(
-            f"the store {self.uri} has no values of reference {reference if isinstance(reference, str) else reference.name} "
-            f"with the {top_k} most probable tokens (it has: {there}): score with --top-k {top_k}"
+            f"the store {self.uri} has no values of reference {known.name} with the {top_k} most probable tokens (it has: "
+            f"{there}): score with --top-k {top_k}"
         )
 
     def tables(self, reference: Reference | str) -> list[LogprobTable]:
         """Return all tables of a reference, by ascending `top_k`: the first is `store[reference]`."""
         base = self[reference]
-        folder = f"{self.uri}/{base.reference.reference_id}"
+        return [base, *self._top_tables(base.reference)]
+
+    def _top_tables(self, reference: Reference, least: int = 1) -> list[LogprobTable]:
+        folder = f"{self.uri}/{reference.reference_id}"
         with storage.translate_errors(f"the store {self.uri} cannot be read"):
             filesystem = storage.open_filesystem(folder, self._options)
             names = [entry.base_name for entry in filesystem.get_file_info(pafs.FileSelector(""))]
         found = sorted(int(match[1]) for name in names if (match := _TOP_FOLDER.fullmatch(name)))
-        tables = [base]
-        for uri in (self._table_uri(base.reference.reference_id, k) for k in found):
+        tables = []
+        for uri in (self._table_uri(reference.reference_id, k) for k in found if k >= least):
             with suppress(ReferenceNotFoundError):  # the folder of a table that is being created, or whose creation was killed
-                tables.append(LogprobTable(uri, base.reference, self._options))
+                tables.append(LogprobTable(uri, reference, self._options))
         return tables
 
     def _refuse_what_is_no_store(self) -> None:

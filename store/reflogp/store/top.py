@@ -25,28 +25,28 @@ class ValuesTable:
     """
 
     def __init__(self, base: LogprobTable, top: LogprobTable | None = None, others: Sequence[LogprobTable] = ()) -> None:
-        self._base, self._top, self._others = base, top, others
+        self.base, self._top, self._others = base, top, others
         self.top_k = 0 if top is None else top.top_k
 
     @property
     def uri(self) -> str:
-        return self._base.uri
+        return self.base.uri
 
     @property
     def reference(self) -> Reference:
-        return self._base.reference
+        return self.base.reference
 
     def snapshot(self) -> ValuesSnapshot:
         tops = [] if self._top is None else [self._top.snapshot(), *(table.snapshot() for table in self._others)]
-        return ValuesSnapshot(self._base.snapshot(), TopSnapshot(tops) if tops else None)
+        return ValuesSnapshot(self.base.snapshot(), TopSnapshot(tops) if tops else None)
 
     def append(self, rows: pa.Table) -> Appended:
         """See LogprobTable.append."""
-        appended = self._base.append(rows.select(SCHEMA.names))
+        appended = self.base.append(rows.select(SCHEMA.names))
         return appended if self._top is None else replace(self._top.append(rows), snapshot=appended.snapshot)
 
     def compact_if_many(self, allowed: int) -> None:
-        for table in (self._base, self._top):
+        for table in (self.base, self._top):
             if table is not None:
                 table.compact_if_many(allowed)
 

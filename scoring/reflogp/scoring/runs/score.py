@@ -26,8 +26,8 @@ from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.runs.summary import ScoreSummary
 from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages
 from reflogp.scoring.tracing import record, run_span, span
-from reflogp.store import Reference, Store
 from reflogp.store.joins import windows_of
+from reflogp.store.storage import split_table_uri
 from reflogp.store.texts import hide_secrets
 from reflogp.store.top import ValuesFound, ValuesSnapshot, ValuesTable
 from reflogp.store.windows import TrainerSettings, Windows, check_truncation
@@ -44,26 +44,25 @@ EMPTY_COMPLETION = "a completion is empty (or a single token without a prompt): 
 
 def score_dataset(
     dataset: TokenizedWindows,
-    store: Store,
-    reference: Reference,
+    table: ValuesTable,
     scheduler: EngineScheduler | Scheduler,
     *,
     settings: TrainerSettings | None = None,
     watcher: ProgressCallbacks | None = None,
     strict_engine: str | None = None,
-    top_k: int = 0,
 ) -> ScoreSummary:
-    """Score those sequences of a dataset that have no log-probs in the store.
+    """Score those sequences of a dataset that have no log-probs in a table.
 
     If an error or KeyboardInterrupt stops the run, the values that are already computed are committed; see Scheduler.stop.
 
     Args:
-        scheduler: object that computes and commits values. It loads no model if the store already has all values.
+        table: the table of the reference that scores. If it has most probable tokens, the scheduler's engines must compute as
+            many.
+        scheduler: object that computes and commits values. It loads no model if the table already has all values.
         settings: the trainer's max_length and truncation_mode. With "keep_start", the first max_length tokens of a sequence are
             scored, and with "keep_end", the last max_length tokens. ld_alpha is ignored. If `settings` is None, whole sequences
             are scored.
         strict_engine: name of the only engine whose stored values are accepted; None accepts values from any engine.
-        top_k: number of most probable tokens of each position to store too. The scheduler's engines must compute as many.
 
     Raises:
         EngineError: an engine other than `strict_engine` computed a row's stored values.
@@ -71,16 +70,16 @@ def score_dataset(
     settings = settings or TrainerSettings()
     check_truncation(settings.max_length, settings.truncation_mode)
     started = time.monotonic()
+    store, reference_id = split_table_uri(table.uri)
     with run_span(
         "reflogp score",
         stops=(StoppedError,),
         flush_at_end=True,
-        reference_id=reference.reference_id,
-        store=hide_secrets(store.uri),
+        reference_id=reference_id,
+        store=hide_secrets(store),
     ) as attributes:
-        table = store.values_table(reference, top_k)
         before = table.snapshot()
-        summary = ScoreSummary(reference_id=reference.reference_id, snapshot=before.number, store=store.uri)
+        summary = ScoreSummary(reference_id=reference_id, snapshot=before.number, store=store)
         run = _Run(table, before, scheduler, summary, watcher or ProgressCallbacks(), strict_engine)
         scheduler.open(table, run.note)
         looked_up = _looked_up(dataset, before, settings)

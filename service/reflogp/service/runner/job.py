@@ -150,7 +150,7 @@ def run_job(
         JobStoppedError: the job must stop now. The job continues later unless it was cancelled.
         ReflogpError, OSError: the job failed.
     """
-    reference, store, progress = order.reference, Store(order.context.store), Progress(report, check)
+    reference, progress = order.reference, Progress(report, check)
     asked = order.claim.settings
     settings = TrainerSettings(asked.max_length, asked.truncation_mode, asked.ld_alpha)
     with (
@@ -165,16 +165,15 @@ def run_job(
         ),
         open_dataset(order, check) as (dataset, _),
     ):
+        table = Store(order.context.store).values_table(reference, order.model.top_k)
         scheduler = Scheduler(workers=workers, check=check)
         try:
-            summary = score_dataset(
-                dataset, store, reference, scheduler, settings=settings, watcher=progress, top_k=order.model.top_k
-            )
+            summary = score_dataset(dataset, table, scheduler, settings=settings, watcher=progress)
         finally:
             scheduler.close()  # gives the workers back
         with span("write result"):
-            snapshot = store[reference.reference_id].snapshot()
-            write_result(dataset, snapshot, settings, progress.problems, order.context.result(order.claim.id), check)
+            result = order.context.result(order.claim.id)
+            write_result(dataset, table.base.snapshot(), settings, progress.problems, result, check)
     delete_oldest(order.context.tokens, order.context.max_tokens_bytes)
     progress.finish(summary)
     reasons = bad_row_reasons(progress.problems)
