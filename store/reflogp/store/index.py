@@ -43,12 +43,6 @@ class Places:
         zeros = np.zeros(count, np.int32)
         return cls(np.full(count, MISS, np.int32), np.full(count, np.nan), zeros, zeros.copy())
 
-    @classmethod
-    def joined(cls, parts: list[Places]) -> Places:
-        if len(parts) == 1:
-            return parts[0]
-        return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
-
     def take(self, order: Int64s | slice) -> Places:
         return Places(self.length[order], self.total[order], self.file[order], self.row[order])
 

@@ -34,9 +34,6 @@ _MAX_LAYERS = 8
 _READERS = 8
 #: Maximum number of rows whose token values are read at a time.
 _VALUE_ROWS = 65_536
-#: Number of keys that are looked up in the index at a time.
-_FIND_KEYS = 131_072
-
 
 #: Ids and log-probs of the most probable tokens of each position of a sequence, int32 and float32 (positions, k).
 TopValues = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
@@ -130,9 +127,7 @@ class Snapshot:
         """Look up n keys, a fixed_size_binary(16) array as from `sequence_keys`. The result has their lengths, and reads
         values.
         """
-        layers = self._load_index()
-        parts = [_look_up(layers, keys.slice(start, _FIND_KEYS)) for start in range(0, max(1, len(keys)), _FIND_KEYS)]
-        return Found(self, Places.joined(parts))
+        return Found(self, _look_up(self._load_index(), keys))
 
     def stored_lengths(self, keys: pa.Array) -> npt.NDArray[np.int32]:
         """Look up n keys. Return the number of stored values of each key, or -1 for a miss, as an int32 array of shape (n,)."""
