@@ -227,31 +227,15 @@ class ReferenceFiles:
     identities: dict[Path, FileIdentity]
 
     def require(self, reference: Reference) -> None:
-        """Raise ContentMismatchError if the files are not those of `reference`. The message names up to three changed files.
-
-        `reference` must have the dtypes that were given to `read_reference_files`, because reference ids depend on them.
+        """Raise ContentMismatchError if the files are not those of `reference`, which has the dtypes that were given to
+        `read_reference_files`.
         """
-        if self.reference.reference_id == reference.reference_id:
-            return
-        adapter, known = self.checkpoint.adapter, reference.adapter or {}
-        weights = set(reference.weights)
-        changed = [file for file in self.checkpoint.weight_files if self.digests[file] not in weights]
-        if self.reference.config != reference.config:
-            changed.append(self.checkpoint.folder / "config.json")
-        if adapter is not None and self.digests[adapter.weight_file] != known.get("weights"):
-            changed.append(adapter.weight_file)
-        if adapter is not None and (self.reference.adapter or {}).get("config") != known.get("config"):
-            changed.append(adapter.folder / "adapter_config.json")
-        changed = changed or sorted(file for file in self.digests if file.suffix == ".py") or [self.checkpoint.folder]
-        named = ", ".join(map(str, changed[:3])) + (", …" if len(changed) > 3 else "")
-        raise ContentMismatchError(
-            f"{named} changed: the model's reference id is now {self.reference.reference_id}, not {reference.reference_id}. "
-            "Put the old files back, or run again with the new files (for a service: restart it)"
-        )
-
-    def require_unchanged(self) -> None:
-        """Raise FileChangedError if a file was changed since. Call this after the files were loaded."""
-        require_unchanged(self.identities)
+        if self.reference.reference_id != reference.reference_id:
+            folder = (self.checkpoint.adapter or self.checkpoint).folder
+            raise ContentMismatchError(
+                f"the files of {folder} changed: the model's reference id is now {self.reference.reference_id}, not "
+                f"{reference.reference_id}. Put the old files back, or run again with the new files (for a service: restart it)"
+            )
 
     @contextmanager
     def unchanged(self) -> Iterator[Checkpoint]:
@@ -259,7 +243,7 @@ class ReferenceFiles:
         try:
             yield self.checkpoint
         finally:
-            self.require_unchanged()
+            require_unchanged(self.identities)
 
 
 def read_reference_files(
