@@ -150,15 +150,6 @@ def test_compiled_graphs_are_counted(monkeypatch):
     assert gpu_measures.graphs_compiled() == before + 2
 
 
-def test_a_hidden_package_is_not_there(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text("import importlib.util\nassert importlib.util.find_spec('deltalake') is None\nimport httpx")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.without", HIDDEN, "--", str(program)], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    assert "No module named 'httpx'" in done.stderr
-
-
 def test_drawn_pairs_have_ultrafeedbacks_lengths(monkeypatch):
     monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
     import pairs as lengths

@@ -61,7 +61,3 @@ def test_gpu_first_leaves_the_results_of_every_step(tmp_path):
     assert "online" in json.loads(files[whole])["shapes"]["tiny"]
     assert "1 passed" in files["tests.log"]
     assert "ended with status 0" in done.stdout
-
-
-def test_gpu_first_is_correct_bash():
-    subprocess.run(["bash", "-n", "tools/gpu_first.sh"], cwd=REPOSITORY, check=True)

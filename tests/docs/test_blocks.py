@@ -103,18 +103,3 @@ def test_what_is_not_run_is_on_its_page():
     for page, beginning in NOT_RUN:
         found = texts[page] if page else [text for some in texts.values() for text in some]
         assert any(text.lstrip().startswith(beginning) for text in found), (page, beginning)
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("reflogp score ./sft-70b pairs.jsonl --store ./logps --tensor-paralel 8", "No such option"),
-        ("pip install 'reflogp[servce]'", "there is no extra"),
-        ("sbatch --nodes=4 examples/slurm.sh ./sft-model", "there is no examples/slurm.sh"),
-        ("python -m reflogp.trainer.llamafactories --reflogp.store ./logps", "there is no module"),
-        ("helm install reflogp", "nothing here parses"),
-    ],
-)
-def test_a_line_that_is_only_parsed_still_has_to_be_right(line, said):
-    with pytest.raises(Exception, match=f"(?i){said}"):
-        parse(line)

@@ -193,13 +193,3 @@ def test_the_notebook_goes_from_rows_to_a_trained_step(tmp_path, monkeypatch):
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
     [run] = tmp_path.glob("reflogp-*/run")
     assert report_of(run)["joins"]["train"]["rows"] == 64
-
-
-@pytest.mark.parametrize("example", ["dpo", "vision_dpo", "kto", "lora", "fsdp", "sweep", "online"])
-def test_the_readme_has_its_command(example):
-    readme = (REPOSITORY / "examples" / "README.md").read_text(encoding="utf-8")
-    assert f"examples/{example}.py" in readme
-
-
-def test_the_readme_has_the_notebook():
-    assert "(notebook.ipynb)" in (REPOSITORY / "examples" / "README.md").read_text(encoding="utf-8")

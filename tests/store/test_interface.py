@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from reflogp.store import LogprobTable, ReferenceNotFoundError, SnapshotNotFoundError, Store, UsageError
+from reflogp.store import LogprobTable, ReferenceNotFoundError, SnapshotNotFoundError, Store, UsageError, sequence_keys
 from tests.store.rows import REFERENCE, some_rows
 
 PROMPTS, COMPLETIONS = [[1, 5, 9], [1, 5, 9], []], [[7, 2], [8], [3, 4, 5]]
@@ -21,6 +21,7 @@ def test_what_was_added_is_got_and_summed(logps):
     assert logps.sums(PROMPTS, COMPLETIONS).tolist() == [-1.75, -2.0, -2.0]
     assert logps.sums(PROMPTS, COMPLETIONS, [1, 0, 2]).tolist() == [-1.5, 0.0, -1.0]
     assert logps.get([[9]], [[9]]) == [None]
+    assert logps.snapshot().stored_lengths(sequence_keys([*PROMPTS, [9]], [*COMPLETIONS, [9]])).tolist() == [2, 1, 3, -1]
     assert np.isnan(logps.sums([[9]], [[9]])).all()
     assert logps.missing([*PROMPTS, [9]], [*COMPLETIONS, [9]]).tolist() == [False, False, False, True]
 
@@ -28,6 +29,7 @@ def test_what_was_added_is_got_and_summed(logps):
 def test_a_completion_that_was_scored_in_part_is_missing_until_the_rest_is_added(table):
     table.add([[1]], [[2, 3, 4]], [[-1.0]], provenance={"engine": "first"})
     assert table.missing([[1]], [[2, 3, 4]]).tolist() == [True]
+    assert np.isnan(table.sums([[1]], [[2, 3, 4]])).all()
     table.add([[1]], [[2, 3, 4]], [[-9.0, -2.0, -3.0]], provenance={"engine": "second"})
     assert table.get([[1]], [[2, 3, 4]])[0].tolist() == [-1.0, -2.0, -3.0]
     assert table.missing([[1]], [[2, 3, 4]]).tolist() == [False]

@@ -10,33 +10,9 @@ from reflogp.store import (
     StoreFormatError,
     StoreUnavailableError,
     UsageError,
-    sequence_keys,
 )
 from reflogp.store.schema import shard_table
 from tests.store.rows import REFERENCE, some_rows
-
-
-def test_what_is_appended_is_found_by_key(table):
-    keys, rows = some_rows(0, 100)
-    done = table.append(rows)
-    snapshot = table.snapshot()
-    assert (done.written, done.already_there, snapshot.number) == (100, 0, done.snapshot)
-    expected = rows["token_logps"].to_pylist()
-    assert [values.tolist() for values in snapshot.token_logps(keys)] == expected
-    assert snapshot.stored_lengths(keys).tolist() == [5] * 100
-    absent = sequence_keys([[9]], [[9]])
-    assert snapshot.stored_lengths(absent).tolist() == [-1]
-    assert snapshot.token_logps(absent) == [None]
-
-
-def test_prefix_sums_are_sums_of_the_first_values(table):
-    keys, rows = some_rows(0, 50)
-    table.append(rows)
-    values = np.array(rows["token_logps"].to_pylist())
-    for length in range(6):
-        got = table.snapshot().prefix_sums(keys, np.full(50, length))
-        assert np.allclose(got, values[:, :length].sum(1), rtol=0, atol=1e-12)
-    assert np.isnan(table.snapshot().prefix_sums(keys, np.full(50, 6))).all()
 
 
 def test_one_bad_value_spoils_only_its_own_row(table):
