@@ -106,9 +106,6 @@ class TableLog:
     def snapshot(self, number: int | None = None) -> Snapshot:
         """Return the latest snapshot, or the snapshot with the given number.
 
-        Args:
-            number: number of the snapshot, or None for the latest.
-
         Raises SnapshotNotFoundError if there is no snapshot with this number, or if it cannot be read, for example because
         vacuum deleted some of its shards.
         """
@@ -168,8 +165,6 @@ class TableLog:
     def replace(self, removed: Sequence[str], added: Sequence[Written]) -> bool:
         """Replace shards in one commit, while others may append rows. Return False, without a commit, if one of `removed` is
         gone.
-
-        Raises StoreUnavailableError if the commit cannot be written, and DamagedStoreError if the log is damaged.
         """
         with self._turn, storage.translate_errors(f"the store {self.uri} cannot be written"):
             for _ in self._attempts():
@@ -189,10 +184,7 @@ class TableLog:
         return Written(path, data.size, len(rows), when or int(time.time() * 1000))
 
     def check_writable(self) -> None:
-        """Write and delete a small file, before values are computed that a failed write would lose.
-
-        Raises StoreUnavailableError if the file cannot be written.
-        """
+        """Write and delete a small file, before values are computed that a failed write would lose."""
         probe = f"probe-{uuid.uuid4()}"
         with storage.translate_errors(f"the store {self.uri} cannot be written"):
             storage.write_file(self.filesystem, probe, b"reflogp")

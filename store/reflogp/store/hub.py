@@ -84,9 +84,7 @@ class HubFile:
     def download(self) -> Path:
         """Download the file to huggingface_hub's cache, or resume a download, and return the path there.
 
-        Raises:
-            UsageError: the file does not exist, or the Hugging Face token has no permission to read it.
-            StoreUnavailableError: the Hub cannot be reached.
+        Raises UsageError if the file does not exist or the token has no permission to read it, and StoreUnavailableError.
         """
         api = _api()
         commit, _ = self._found(api)
@@ -165,7 +163,6 @@ def push_table(
     keeps all other files, and the dataset card.
 
     Args:
-        table: the table to push.
         uri: hf://datasets/ORGANISATION/NAME, without a revision. The repository is created if it does not exist.
         snapshot: the snapshot to push, or None for the latest.
         public: whether to make the repository public if the push creates it. By default, a new repository is private.

@@ -30,7 +30,6 @@ class Places:
         length: number of stored values, int32 (n,), or MISS if the key was not found.
         total: sum of the values, float64 (n,), or NaN if the key was not found.
         file, row: index of the shard, and index of the row in the shard, int32 (n,); 0 if the key was not found.
-
     """
 
     length: npt.NDArray[np.int32]

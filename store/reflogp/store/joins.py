@@ -58,7 +58,6 @@ class Asked:
         keys: dict from each completion column to its n keys.
         needed: dict from each completion column to the number of values needed from the start of each completion, int64 (n,).
         dropped: mask of the rows that TRL drops because the prompt alone fills max_length (only keep_start), bool (n,).
-
     """
 
     columns: dict[str, str]
@@ -116,7 +115,6 @@ def completion_columns(names: list[str]) -> dict[str, str]:
     """Return a dict from each completion column of a tokenized table to its reference column.
 
     Raises UsageError if the table lacks the prompt column or the completion columns.
-
     """
     if "prompt_ids" in names:
         if all(column in names for column in PAIR_COLUMNS):

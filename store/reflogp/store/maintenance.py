@@ -87,11 +87,9 @@ def compact(table: TableLog, *, only_small: bool = False, progress: Progress | N
     Each merge is one commit. Earlier snapshots can still be read, because replaced shards are kept until a vacuum.
 
     Args:
-        table: the table to compact.
         only_small: if True, merge only shards smaller than 32 MiB, as scoring does automatically when a table has many of them.
             If False, merge all shards that have less than 64 MiB, and rewrite those with rows to drop.
         progress: called with (rows written, total rows).
-
     """
     shards = table.shards()
     live = table.snapshot().live_rows()
@@ -170,7 +168,6 @@ def vacuum(table: TableLog, retention_hours: int = RETENTION_HOURS, *, dry_run: 
     longer be read after one of its shards is deleted.
 
     Args:
-        table: the table to vacuum.
         retention_hours: how many hours to keep a shard after it was replaced, and an uncommitted file after it was written.
             This must be longer than the time for which any reader uses an old snapshot, and longer than the time between the
             write and the commit of any file.
@@ -197,14 +194,9 @@ def vacuum(table: TableLog, retention_hours: int = RETENTION_HOURS, *, dry_run: 
 
 
 def verify(table: TableLog, progress: Progress | None = None) -> list[Damage]:
-    """Read every page and row of the shards in the latest snapshot.
+    """Read every page and row of the shards in the latest snapshot, and return the damaged shards.
 
-    Args:
-        table: the table to verify.
-        progress: called with (shards read, total shards).
-
-    Returns:
-        The damaged shards; an empty list if no shard is damaged.
+    `progress` is called with (shards read, total shards).
     """
     shards, damages = table.shards(), []
     for done, shard in enumerate(shards, 1):
@@ -229,7 +221,6 @@ def drop(
     vacuum. A row whose first values were copied from a row with the given provenance is removed too.
 
     Args:
-        table: the table.
         shards: paths of shards, as in the result of `verify`.
         provenance: entries of the rows' provenance, such as {"engine": "broken"}.
         progress: called with (shards read, total shards).
@@ -280,7 +271,6 @@ def export(table: TableLog, folder: str, number: int | None = None, progress: Pr
     adds it to a store.
 
     Args:
-        table: the table to export.
         folder: a local folder that does not exist yet or is empty. It contains no files until the export is complete.
         number: number of the snapshot to export, or None for the latest.
         progress: called with (rows written, total rows).
@@ -304,9 +294,7 @@ def export(table: TableLog, folder: str, number: int | None = None, progress: Pr
                 progress(rows, len(snapshot))
         (partial / REFERENCE_FILE).write_text(table.reference.to_json(), encoding="utf-8")
         (partial / README_FILE).write_text(_readme(table.reference, table.top_k), encoding="utf-8")
-        if target.exists():
-            target.rmdir()
-        partial.replace(target)
+        partial.replace(target)  # which may be an empty folder
     except OSError as error:
         raise UsageError(f"the export {folder} cannot be written: {sentence(error)}") from error
     finally:

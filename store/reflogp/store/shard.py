@@ -37,7 +37,6 @@ def write_shard(rows: pa.Table, sink: Any) -> None:
     """Write rows as a zstd-compressed Parquet file with a checksum for every page.
 
     Log-probs are encoded with byte-stream-split, which usually saves space.
-
     """
     lists = [name for name in ("token_logps", "top_ids", "top_logps") if name in rows.column_names]
     fitting = _GROUP_BYTES * len(rows) // max(1, sum(int(rows[name].nbytes) for name in lists))
@@ -57,7 +56,6 @@ class Shard:
 
     Methods raise ShardDamageError if the file is missing or its content is not what was written, and StoreUnavailableError if
     the storage fails.
-
     """
 
     def __init__(self, filesystem: pafs.FileSystem, path: str, top_k: int = 0) -> None:
@@ -105,7 +103,6 @@ class Shard:
     def problem(self, size: int, rows: int) -> str | None:
         """Read every page, and return what is wrong with the shard, or None. `size` in bytes and the number of `rows` (0:
         unknown) are those in the log.
-
         """
         try:
             found = self._filesystem.get_file_info(self.path)

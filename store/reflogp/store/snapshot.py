@@ -140,13 +140,7 @@ class Snapshot:
     def prefix_sums(self, keys: pa.Array, lengths: Int64s) -> npt.NDArray[np.float64]:
         """Look up n keys, and return the sum of the first `lengths[i]` values of each key i.
 
-        Args:
-            keys: fixed_size_binary(16) array, as returned by `sequence_keys`.
-            lengths: number of values to sum for each key, int64 of shape (n,).
-
-        Returns:
-            The sums in nats, float64 of shape (n,); NaN for a key that has too few values.
-
+        The sums are in nats, float64 of shape (n,); NaN for a key that has too few values. `lengths` is int64 of shape (n,).
         """
         return self.find(keys).prefix_sums(lengths)
 
@@ -211,7 +205,6 @@ class Found:
 
     Attributes:
         lengths: number of stored values of each key, or -1 for a miss; int32 (n,).
-
     """
 
     def __init__(self, snapshot: Snapshot, places: Places) -> None:
@@ -258,7 +251,6 @@ class Found:
         """Return the values of all keys as one Arrow array of float32 lists, with null for a miss.
 
         Raises UsageError if there are more values than one array can contain, because its offsets have only 32 bits.
-
         """
         lengths = np.maximum(self.lengths, 0).astype(np.int64)
         offsets = np.zeros(len(lengths) + 1, np.int64)
@@ -281,7 +273,6 @@ class Found:
         """Return the sum of the first `lengths[i]` values of each key i, float64 (n,); NaN if there are fewer values.
 
         Token values are read only for keys that have more values than requested.
-
         """
         sums = np.where(self.lengths == lengths, self._places.total, np.nan)
         sums[lengths == 0] = 0.0
@@ -294,7 +285,6 @@ class Found:
 
         A provenance tells how values were computed. It can be yielded several times, because duplicates are removed only among
         rows that are read together.
-
         """
         for _, texts in self._values(some[self.lengths[some] != MISS], "provenance"):
             yield from map(json.loads, pc.unique(texts).to_pylist())

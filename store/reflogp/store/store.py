@@ -146,9 +146,7 @@ class Store:
     def create_table(self, reference: Reference, top_k: int = 0) -> LogprobTable:
         """Return the table of `reference`. Create the table if it does not exist, and check that it can be written to.
 
-        Args:
-            reference: the reference, as returned by `describe_reference`.
-            top_k: number of most probable tokens of each position in the table's rows; 0 for the table without them.
+        Each position of the table's rows has `top_k` most probable tokens; 0 is the table without them.
         """
         self._refuse_what_is_no_store()
         folder = f"{self.uri}/{reference.reference_id}"

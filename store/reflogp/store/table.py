@@ -69,8 +69,6 @@ class LogprobTable(TableLog):
         """Store the log-probs of n sequences, as `append` does.
 
         Args:
-            prompt_ids: n lists of token ids.
-            completion_ids: n lists of token ids.
             token_logps: n lists of log-probs in nats, at temperature 1: those of the first tokens of each completion.
             provenance: how the values were computed, for example {"engine": "mine"}. `drop` can select rows by it.
 
@@ -101,8 +99,6 @@ class LogprobTable(TableLog):
         """Return the sum of each completion's log-probs in nats, float64 of shape (n,); NaN where values are missing.
 
         Args:
-            prompt_ids: n lists of token ids.
-            completion_ids: n lists of token ids.
             lengths: number of the completion's first tokens that each sum covers, shape (n,); None for all tokens.
         """
         whole = list_lengths(token_lists(completion_ids, "completion_ids"))
