@@ -17,8 +17,8 @@ from reflogp.store import storage
 from reflogp.store.schema import one_array, problem_of_rows, schema_of
 
 #: Maximum number of rows in a row group, and the size in bytes that the values of a row group should take (3.4 MB at 200 tokens
-#: per row). A row group is read as a whole, so rows with many tokens are in row groups of fewer rows.
-_GROUP_ROWS, _GROUP_BYTES = 4_096, 4 << 20
+#: per row). A row group is read as a whole, so it is smaller if rows have more than 4,096 values: few are read at a time.
+_GROUP_ROWS, _GROUP_BYTES, _LONG_GROUP_BYTES, _LONG_ROW_BYTES = 4_096, 4 << 20, 1 << 20, 4 * 4_096
 #: Maximum total uncompressed size, in bytes, of row groups whose values are read together. A larger row group is read alone.
 READ_BYTES = 32 << 20
 #: The columns that a lookup reads if it does not need the values of individual tokens.
@@ -39,7 +39,9 @@ def write_shard(rows: pa.Table, sink: Any) -> None:
     Log-probs are encoded with byte-stream-split, which usually saves space.
     """
     lists = [name for name in ("token_logps", "top_ids", "top_logps") if name in rows.column_names]
-    fitting = _GROUP_BYTES * len(rows) // max(1, sum(int(rows[name].nbytes) for name in lists))
+    has_long_rows = rows["token_logps"].nbytes > _LONG_ROW_BYTES * len(rows)
+    group_bytes = _LONG_GROUP_BYTES if has_long_rows else _GROUP_BYTES
+    fitting = group_bytes * len(rows) // max(1, sum(int(rows[name].nbytes) for name in lists))
     pq.write_table(
         rows,
         sink,
