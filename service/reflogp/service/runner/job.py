@@ -165,9 +165,9 @@ def run_job(
         ),
         open_dataset(order, check) as (dataset, _),
     ):
-        table = Store(order.context.store).values_table(reference, order.model.top_k)
         scheduler = Scheduler(workers=workers, check=check)
         try:
+            table = Store(order.context.store).values_table(reference, order.model.top_k)
             summary = score_dataset(dataset, table, scheduler, settings=settings, watcher=progress)
         finally:
             scheduler.close()  # gives the workers back
