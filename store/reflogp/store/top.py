@@ -37,8 +37,8 @@ class ValuesTable:
         return self.base.reference
 
     def snapshot(self) -> ValuesSnapshot:
-        tops = [] if self._top is None else [self._top.snapshot(), *(table.snapshot() for table in self._others)]
-        return ValuesSnapshot(self.base.snapshot(), TopSnapshot(tops) if tops else None)
+        tops = [] if self._top is None else [table.snapshot() for table in (self._top, *self._others)]
+        return ValuesSnapshot(self.base.snapshot(), tops)
 
     def append(self, rows: pa.Table) -> Appended:
         """See LogprobTable.append."""
@@ -52,12 +52,12 @@ class ValuesTable:
 
 
 class ValuesSnapshot:
-    def __init__(self, base: Snapshot, top: TopSnapshot | None) -> None:
-        self._base, self._top = base, top
+    def __init__(self, base: Snapshot, tops: Sequence[Snapshot]) -> None:
+        self._parts: list[Snapshot | TopSnapshot] = [base, TopSnapshot(tops)] if tops else [base]
         self.number = base.number
 
     def find(self, keys: pa.Array) -> ValuesFound:
-        return ValuesFound(self._base.find(keys), None if self._top is None else self._top.find(keys))
+        return ValuesFound([part.find(keys) for part in self._parts])
 
     def stored_lengths(self, keys: pa.Array) -> npt.NDArray[np.int32]:
         return self.find(keys).lengths
@@ -66,14 +66,13 @@ class ValuesSnapshot:
 class ValuesFound:
     """The result of a lookup in a ValuesSnapshot. `lengths` are those that all tables have."""
 
-    def __init__(self, base: Found, top: TopFound | None) -> None:
-        self._base, self._top = base, top
-        self.lengths: npt.NDArray[np.int32] = base.lengths if top is None else np.minimum(base.lengths, top.lengths)
+    def __init__(self, parts: list[Found | TopFound]) -> None:
+        self._parts = parts
+        self.lengths: npt.NDArray[np.int32] = np.minimum.reduce([part.lengths for part in parts])
 
     def provenances(self, some: Int64s) -> Iterator[dict[str, Any]]:
-        yield from self._base.provenances(some)
-        if self._top is not None:
-            yield from self._top.provenances(some)
+        for part in self._parts:
+            yield from part.provenances(some)
 
 
 class TopSnapshot:
