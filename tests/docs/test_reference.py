@@ -21,6 +21,9 @@ PARTS = {"store": "store", "scoring": "scoring", "client": "client", "trainer": 
 NAMES = [f"reflogp.{part}.{name}" for part in PARTS for name in importlib.import_module(f"reflogp.{part}").__all__]
 #: Results that the example of another name shows.
 SHOWN_BY = {
+    "reflogp.store.Join": "join_logps",
+    "reflogp.store.Reference": "describe_reference",
+    "reflogp.trainer.CachedKTOTrainer": "CachedDPOTrainer",
     "reflogp.trainer.RemoteRLOOTrainer": "RemoteGRPOTrainer",
     "reflogp.trainer.RemoteOnlineDPOTrainer": "RemoteGRPOTrainer",
     **{

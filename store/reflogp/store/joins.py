@@ -83,15 +83,6 @@ class Join:
         unusable: mask of the rows whose stored values are damaged or not finite, bool of shape (n,).
         dropped: mask of the rows that TRL drops because the prompt alone fills max_length, bool of shape (n,). Only keep_start
             drops rows.
-
-    Examples:
-        >>> import pyarrow as pa
-        >>> from reflogp.store import Store, describe_reference, join_logps
-        >>> snapshot = Store("./logps")[describe_reference("./sft-model", "bfloat16")].snapshot()
-        >>> rows = pa.table({"prompt_ids": [[1, 5, 9]], "chosen_ids": [[7, 2]], "rejected_ids": [[8]]})
-        >>> join = join_logps(rows, snapshot)
-        >>> join.missing, join.tokens["chosen_ids"]
-        (array([ True]), array([2]))
     """
 
     logps: dict[str, Float32s]
@@ -166,8 +157,11 @@ def join_logps(
         >>> from reflogp.store import Store, describe_reference, join_logps
         >>> snapshot = Store("./logps")[describe_reference("./sft-model", "bfloat16")].snapshot()
         >>> rows = pa.table({"prompt_ids": [[1, 5, 9]], "chosen_ids": [[7, 2]], "rejected_ids": [[8]]})
-        >>> join_logps(rows, snapshot, max_length=1024)
+        >>> join = join_logps(rows, snapshot, max_length=1024)
+        >>> join
         Join(1 row with ref_chosen_logps, ref_rejected_logps: 1 missing, 0 unusable, 0 dropped)
+        >>> join.missing, join.tokens["chosen_ids"]
+        (array([ True]), array([2]))
     """
     join = answer(ask(tables, max_length=max_length, truncation_mode=truncation_mode), lookup, ld_alpha)
     for sums in join.logps.values():

@@ -107,14 +107,6 @@ class Reference:
         adapter: None, or a dict with the sha256 of the adapter's weights ("weights") and the entries of the adapter's config
             that can change a log-prob, such as rank, scale and targets ("config").
         format: format number of the store.
-
-    Examples:
-        >>> from reflogp.store import Reference, describe_reference
-        >>> reference = describe_reference("./sft-model", "bfloat16")
-        >>> len(reference.reference_id), reference.dtype, reference.adapter
-        (32, 'bfloat16', None)
-        >>> Reference.from_json(reference.to_json()) == reference
-        True
     """
 
     reference_id: str

@@ -304,23 +304,7 @@ class CachedDPOTrainer(CachedReferenceMixin, DPOTrainer):
 
 
 class CachedKTOTrainer(CachedReferenceMixin, KTOTrainer):
-    """TRL's KTO trainer without a reference model: the reference log-probs come from a store, a service or a file.
-
-    The constructor takes the arguments of `CachedReferenceMixin` and of TRL's trainer.
-
-    Examples:
-        >>> from datasets import load_dataset
-        >>> from trl import KTOConfig
-        >>> from reflogp.trainer import CachedKTOTrainer
-        >>> trainer = CachedKTOTrainer(
-        ...     "./sft-model",
-        ...     args=KTOConfig(output_dir="run-kto", loss_type="apo_zero_unpaired"),
-        ...     train_dataset=load_dataset("json", data_files="feedback.jsonl", split="train"),
-        ...     reference="./logps",
-        ... )
-        >>> trainer.train()
-        TrainOutput(global_step=...)
-    """
+    """TRL's KTO trainer without a reference model, constructed like `CachedDPOTrainer`."""
 
 
 def patch(trainer: Any, reference: Reference | str, policy_starts_at_reference: bool = True) -> Any:
