@@ -153,7 +153,8 @@ def test_a_join_of_no_row_has_the_columns(kind, rows, model, scored, tmp_path):
 def test_rows_that_trl_drops_are_left_out(rows, model, tmp_path):
     long = [{**rows[0], "prompt": "many words " * 60}, *rows[1:4]]
     options = {"dtype": "float32", "max_length": 64}
-    score(model, long, tmp_path / "store", **options)
+    summary = score(model, long, tmp_path / "store", **options)
+    assert (summary.rows, summary.dropped_rows, summary.sequences, summary.bad_rows) == (4, 1, 6, 0)
     assert [row["ref_row"] for row in join(model, long, tmp_path / "store", **options)] == [1, 2, 3]
 
 
@@ -239,17 +240,7 @@ def test_what_cannot_be_meant_is_refused(rows, model, scored, tmp_path):
             call()
 
 
-def test_summaries_are_shown_in_a_few_readable_lines(rows, model, scored, tmp_path):
-    again = score(model, rows, scored, dtype="float32")
-    where = f"reference {again.reference_id}, snapshot {again.snapshot} of {scored}"
-    assert repr(again) == f"ScoreSummary(\n    12 rows, 24 sequences: 24 hits, 0 scored\n    {where} ({again.seconds:.1f} s)\n)"
-    first = score(model, rows[:1], tmp_path / "store", dtype="float32")
-    assert repr(first).splitlines()[1:3] == ["    1 row, 2 sequences: 0 hits, 2 scored", f"    {first.lines()[1]}"]
-    assert f"{first.tokens} tokens in " in first.lines()[1] and " tokens/s" in first.lines()[1]
-    found = report(model, rows, scored, tmp_path / "report", dtype="float32")
-    assert repr(found).splitlines()[1].startswith("    12 of 12 examples with values, accuracy ")
-    with pytest.raises(NotScoredError) as caught:
-        join(model, rows, tmp_path / "store", dtype="float32")
-    assert repr(caught.value.summary).splitlines()[1] == "    1 of 12 rows with values, 11 missing"
+def test_the_command_for_missing_values_names_the_tokenizer(rows, model, scored):
+    other = [{**rows[0], "prompt": "What else? "}]
     with pytest.raises(NotScoredError, match=f"reflogp score .* --tokenizer {model}"):
-        join(model, rows, tmp_path / "store", dtype="float32", tokenizer=str(model))
+        join(model, other, scored, dtype="float32", tokenizer=str(model))

@@ -159,14 +159,3 @@ def test_rows_of_a_padded_batch_are_what_the_model_makes_of_them(name, tmp_path)
     values = engine.score([rows[0], *alone, *rows[1:]])
     assert np.abs(np.stack([values[0], *values[5:]]) - expected).max() <= 1e-4
     assert largest_error(values[1:5], model, alone) <= 1e-4
-
-
-@pytest.mark.parametrize("name", ["Llama", "Gemma 2 (soft caps, sliding window 8)", "Mamba"])
-def test_temperature_divides_the_logits(name, tmp_path):
-    build(name).save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32", attn_implementation="eager")
-    sequences = some_pairs(4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        engine = TorchEngine(str(tmp_path), "float32")
-    assert largest_error(engine.score(sequences, temperature=0.7), model, sequences, temperature=0.7) <= 1e-4

@@ -95,12 +95,6 @@ def test_an_early_stop_is_a_hit_for_less_and_a_miss_for_more(score, tmp_path):
     assert score(file, must_not_load, settings=TrainerSettings(max_length=33)).hits == 2
 
 
-def test_rows_whose_prompt_fills_max_length_are_dropped_as_trl_does(score, tmp_path):
-    rows = [{"prompt_ids": [1] * n, "chosen_ids": [2], "rejected_ids": [3]} for n in (5, 8, 9)]
-    summary = score(write_rows(tmp_path / "t.jsonl", rows), settings=TrainerSettings(max_length=8))
-    assert (summary.rows, summary.dropped_rows, summary.sequences, summary.bad_rows) == (3, 2, 2, 0)
-
-
 def test_keep_end_scores_the_window_that_is_left(score, tmp_path, reference_folder):
     """The window's own plain forward, also where it begins inside the completion."""
     prompt, chosen, rejected = [1, 2, 3, 4, 5, 6], [7, 8, 9], [20 + i for i in range(15)]

@@ -9,7 +9,6 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from trl import SFTConfig, SFTTrainer
 
-from reflogp.scoring import score
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.shape import DatasetError
 from reflogp.scoring.data.tokenize import tokenize_dataset
@@ -92,8 +91,3 @@ def test_a_format_that_does_not_fit_says_what_it_found(chatty, tmp_path):
     file = write_rows(tmp_path / "rows.jsonl", ROWS["messages"])
     with pytest.raises(DatasetError, match="expected rows in the format 'kto', but the columns messages match 'sft'"):
         list(tokenize_dataset(RowSource(str(file)), chatty, "kto"))
-
-
-def test_conversations_are_scored_from_their_second_token(reference_folder, tmp_path):
-    done = score(str(reference_folder), ROWS["messages"], tmp_path / "store", dtype="float32", top_k=4)
-    assert (done.rows, done.sequences, done.scored, done.bad_rows) == (2, 2, 2, 0)
