@@ -16,10 +16,12 @@ from pathlib import Path
 
 import httpx
 import psutil
+from sides import make_model, make_tokenizer, read_pairs
+
+from scoring import SHIPPED
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.service.serving import float32, running, settings_file, token_rows
-from tools.stress_jobs import make_model
 
 #: Number of jobs that wait or run at the same time.
 _AT_ONCE = 20
@@ -29,7 +31,9 @@ def main() -> None:
     options = parse()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        file = settings_file(folder, folder / "store", {"ref": float32(make_model(folder / "model"))})
+        make_tokenizer(read_pairs(SHIPPED, 50)).save_pretrained(folder / "model")
+        make_model(folder / "model", "tiny")
+        file = settings_file(folder, folder / "store", {"ref": float32(folder / "model")})
         with running("--config", file) as service, httpx.Client(base_url=service.url, timeout=60) as client:
             service.worker_ready()
             began = time.monotonic()
