@@ -196,8 +196,8 @@ def test_a_padded_batch_holds_few_decoded_images(llava, monkeypatch):
     monkeypatch.setattr(images_module, "DECODED_BYTES", limit - 1)
     batches, padded = [], engine_module.forward_padded
 
-    def seen(model, head, batch, *args):
-        values = padded(model, head, batch, *args)
+    def seen(head, batch, *args):
+        values = padded(head, batch, *args)
         batches.append({picture.digest for entry in batch if entry.images for picture in entry.images.pictures})
         return values
 

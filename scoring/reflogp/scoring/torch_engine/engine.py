@@ -456,7 +456,7 @@ class TorchEngine:
                             self._require_own_head()
                             values = forward_single(model, unit.work[0], self.device, temperature, self.top_k)
                         else:
-                            values = forward_padded(model, self._head, unit.work, self.device, temperature)
+                            values = forward_padded(self._head, unit.work, self.device, temperature)
             host, landed = copy_to_host(values)
             return InFlight(unit, host, began, landed)
         except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:

@@ -56,9 +56,7 @@ def forward_layout(
 
 
 @torch.inference_mode()
-def forward_padded(
-    model: Any, head: Head, batch: list[Sequence], device: torch.device, temperature: float = 1.0
-) -> torch.Tensor:
+def forward_padded(head: Head, batch: list[Sequence], device: torch.device, temperature: float = 1.0) -> torch.Tensor:
     """Return the log-probs of a batch's completion tokens, concatenated in the order of the batch.
 
     The batch is padded on the right. A sequence with an attention mask already contains padding. This padding stays in place,

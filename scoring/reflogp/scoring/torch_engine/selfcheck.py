@@ -153,7 +153,7 @@ def check_images(
     def not_packed(reason: str) -> ImageCheck:
         def padded() -> list[Any]:
             with forward.attention_of(model, own_attention):
-                return [np.concatenate([_padded(model, head, [sequence], device) for sequence in sequences])]
+                return [np.concatenate([_padded(head, [sequence], device) for sequence in sequences])]
 
         difference, problem = _attempt(padded, [plain], tolerance)
         path: Path = "padded" if problem is None else "single"
@@ -233,7 +233,7 @@ def check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: Collec
     tolerance = tolerance_of(loaded.product_dtype, np.concatenate(plain))
     rejected = dict.fromkeys(refused, "refused by the caller")
     log_sum_exp = _check_head(head, loaded, compile_layers, rejected)
-    padded, problem = _attempt(lambda: [_padded(model, head, samples[0], device)], plain[:1], tolerance)
+    padded, problem = _attempt(lambda: [_padded(head, samples[0], device)], plain[:1], tolerance)
     if problem is not None:
         rejected["padded"] = problem
     packed, kernels = _check_packed(head, loaded, samples, plain, tolerance, refused, rejected)
@@ -527,5 +527,5 @@ def _packed(
     return found
 
 
-def _padded(model: Any, head: Head, sequences: list[Sequence], device: torch.device) -> Any:
-    return forward_padded(model, head, sequences, device).cpu().numpy()
+def _padded(head: Head, sequences: list[Sequence], device: torch.device) -> Any:
+    return forward_padded(head, sequences, device).cpu().numpy()
