@@ -20,7 +20,7 @@ from reflogp.scoring.data.tokenize import TokenizedDataset, load_tokenizer
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.runs.pipeline import EngineScheduler, Miss
-from reflogp.scoring.runs.scheduler import Scheduler, settled
+from reflogp.scoring.runs.scheduler import Scheduler
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.torch_engine import Sequence
 from reflogp.store import Store, describe_reference
@@ -214,14 +214,19 @@ def test_a_runner_that_dies_each_time_fails_its_job(service, tmp_path):
     assert job.state == "failed" and "3 processes that ran the job ended" in job.error and "SIGKILL" in job.error
 
 
+def settled(value) -> Future:
+    future = Future()
+    future.set_result(value)
+    return future
+
+
 class OtherProcess:
     """A worker whose engine cannot be loaded, or scores one sequence."""
 
+    place = "there"
+
     def __init__(self, error=None):
         self._error = error
-
-    def place(self):
-        return settled("there")
 
     def prepare(self):
         future = Future()

@@ -87,9 +87,11 @@ class ClusterWorkers:
 class _RayWorker:
     def __init__(self, actor: Any) -> None:
         self._actor = actor
+        self._placed: Future[str] = _future(actor.place.remote())
 
-    def place(self) -> Future[str]:
-        return _future(self._actor.place.remote())
+    @property
+    def place(self) -> str:
+        return self._placed.result() if self._placed.done() and self._placed.exception() is None else ""
 
     def prepare(self) -> Future[dict[str, Any]]:
         return _future(self._actor.prepare.remote())

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import signal
 import socket
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import WorkerGoneError
 from reflogp.scoring.machine import Place, exit_reason, quiet_libraries
 from reflogp.scoring.runs.calls import CalledWorker, answer_calls
-from reflogp.scoring.runs.scheduler import Worker, settled
+from reflogp.scoring.runs.scheduler import Worker
 from reflogp.scoring.runs.units import ScoringWorker
 from reflogp.store import Reference
 from reflogp.store.storage import split_table_uri
@@ -58,6 +57,7 @@ class LocalWorkers:
 
 class _LocalWorker(CalledWorker):
     def __init__(self, place: Place, made_of: tuple[Any, ...], free: list[Place]) -> None:
+        self.place = place.name
         self._place = place
         self._free = free
         context = multiprocessing.get_context("forkserver")
@@ -68,9 +68,6 @@ class _LocalWorker(CalledWorker):
         self._process.start()
         theirs.close()
         super().__init__(connection, self._ended)
-
-    def place(self) -> Future[str]:
-        return settled(self._place.name)
 
     def end(self) -> None:
         """Kill the process, wait until it has exited and its memory is free, and free the worker's Place; see Worker.end.

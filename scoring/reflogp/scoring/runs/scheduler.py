@@ -119,8 +119,9 @@ class Worker(Protocol):
     The futures that its methods return raise the worker's errors, or WorkerGoneError if the worker no longer exists.
     """
 
-    def place(self) -> Future[str]:
-        """Return a description of where the worker runs. The future has a result as soon as the place is known."""
+    @property
+    def place(self) -> str:
+        """A description of where the worker runs; empty while it is not known."""
 
     def prepare(self) -> Future[dict[str, Any]]:
         """Load the engine and return its provenance; see ScoringWorker.prepare."""
@@ -168,7 +169,6 @@ class _Member:
 
     worker: Worker
     pulse: Pulse
-    name: str = ""
     is_ready: bool = False
     flying: dict[Future[Any], tuple[Unit, float]] = field(default_factory=dict)
     landed_at: float = 0.0
@@ -267,7 +267,7 @@ class Scheduler:
 
     def _end_hanging_workers(self) -> None:
         self._clock.tick()
-        for member in [member for member in self._members if member.name]:
+        for member in [member for member in self._members if member.worker.place]:
             if (problem := member.pulse.problem(member.longest())) is not None:
                 self._gone(member, problem, True)
 
@@ -275,10 +275,10 @@ class Scheduler:
         if not (self._queue or self._members):
             return
         if self._failed_starts < _FAILED_STARTS:
-            is_any_placed = any(member.name for member in self._members)
+            is_any_placed = any(member.worker.place for member in self._members)
             for worker in self._source.begin(len(self._members), is_any_placed):
                 self._members.append(member := _Member(worker, Pulse(self._clock, worker.progress)))
-                self._follow(member, worker.place())
+                self._follow(member, worker.prepare())
         if not self._members:
             died = f"{self._failed_starts} workers in a row were lost before they were ready"
             what = died if self._failed_starts else "all workers were lost, and none could be started in their place"
@@ -325,7 +325,7 @@ class Scheduler:
         except Exception as error:
             is_only = not member.is_ready and not self._work.workers and self._members == [member]
             if is_only or not isinstance(error, EngineError):
-                raise _named(member.name or "a new worker", error) from error
+                raise _named(member.worker.place or "a new worker", error) from error
             self._losses += member.is_ready  # the device may be unusable now
             self._gone(member, str(error), True)
             if self._losses >= _LOSSES:
@@ -333,12 +333,9 @@ class Scheduler:
         else:
             if answer in member.flying:
                 self._landed(member, answer, value)
-            elif not member.name:
-                member.name = value
-                self._follow(member, member.worker.prepare())
             else:
                 member.pulse.note_loaded()
-                record("load model", time.monotonic() - member.begun_at, worker=member.name)
+                record("load model", time.monotonic() - member.begun_at, worker=member.worker.place)
                 member.is_ready, self._failed_starts = True, 0
                 self._work.provenance = self._work.provenance or value
                 self._work.workers = max(self._work.workers, sum(member.is_ready for member in self._members))
@@ -350,7 +347,7 @@ class Scheduler:
         self._work.token_counts += TokenCounts(*value["token_counts"])
         now = time.monotonic()
         tokens = sum(len(miss.sequence) for miss in unit.misses)
-        where = {"worker": member.name, "snapshot": value["snapshot"]}
+        where = {"worker": member.worker.place, "snapshot": value["snapshot"]}
         record("score and commit", now - sent_at, sequences=len(unit.misses), tokens=tokens, **where)
         if not unit.again:  # part of a retried unit may have been stored already
             self._rate.add(len(unit.misses), now - max(sent_at, member.landed_at))
@@ -369,7 +366,7 @@ class Scheduler:
         self._members.remove(member)
         member.worker.end()
         if blamed:
-            where = f"a worker on {member.name}" if member.name else "a worker"
+            where = f"a worker on {member.worker.place}" if member.worker.place else "a worker"
             warnings.warn(f"{where} was lost: {reason}", stacklevel=2)
             self._last_reason = reason
             self._failed_starts += not member.is_ready
@@ -378,7 +375,7 @@ class Scheduler:
             record(
                 "score and commit",
                 seconds,
-                worker=member.name,
+                worker=member.worker.place,
                 sequences=len(unit.misses),
                 error=shortened_without_secrets(reason),
             )
@@ -413,12 +410,6 @@ def _named(place: str, error: Exception) -> ReflogpError:
     kind = next((kind for kind in (UsageError, StoreUnavailableError) if isinstance(error, kind)), EngineError)
     said = str(error) if isinstance(error, ReflogpError) else f"{type(error).__name__}: {error}"
     return kind(f"on {place}: {said}")
-
-
-def settled(value: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future
 
 
 def settle(future: Future[Any], value: Any, error: BaseException | None) -> None:

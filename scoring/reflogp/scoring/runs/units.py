@@ -32,7 +32,6 @@ from reflogp.store import (
     Store,
     StoreNotFoundError,
     UsageError,
-    describe_reference,
     resolve_model,
 )
 from reflogp.store.images import pixel_digest
@@ -252,7 +251,8 @@ class ScoringWorker:
         """Load the engine and open the store. Return the provenance of the values that the engine will compute.
 
         Raises:
-            UsageError: the model is not found on this machine, or its weights differ from those of the reference.
+            UsageError: the model is not found on this machine.
+            ContentMismatchError: its weights on this machine differ from those of the reference.
             EngineError: the run's store is not there.
         """
         os.environ.update(growing_segments(os.environ))  # torch reads these variables when it first uses the GPU
@@ -260,12 +260,6 @@ class ScoringWorker:
             torch.set_num_threads(self.threads)
         wanted = self.reference
         folder = resolve_model(self.model, self.revision)
-        found = describe_reference(self.model, wanted.dtype, lm_head_dtype=wanted.lm_head_dtype, revision=self.revision)
-        if found.reference_id != wanted.reference_id:
-            raise UsageError(
-                f"{self.model} is a different model on this worker's machine: reference {found.reference_id}, "
-                f"not {wanted.reference_id}; use the same weights on every machine"
-            )
         store = Store(self.store)
         try:
             store[wanted]  # the run has created it

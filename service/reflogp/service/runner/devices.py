@@ -14,7 +14,7 @@ from typing import Any
 
 from reflogp.scoring.errors import EngineError, WorkerGoneError
 from reflogp.scoring.runs.calls import CalledWorker
-from reflogp.scoring.runs.scheduler import Worker, settle, settled
+from reflogp.scoring.runs.scheduler import Worker, settle
 from reflogp.store.top import ValuesTable
 
 #: Seconds between calls of `check` while the runner waits for a worker.
@@ -105,14 +105,11 @@ class _LentWorker(CalledWorker):
     """
 
     def __init__(self, connection: socket.socket, number: int, reference_id: str, lent: LentWorkers) -> None:
-        self.number = number
+        self.number, self.place = number, f"worker {number}"
         self._reference_id = reference_id
         self._lent = lent
         self.reason: Future[WorkerGoneError] = Future()
         super().__init__(connection, self._ended)
-
-    def place(self) -> Future[str]:
-        return settled(f"worker {self.number}")
 
     def prepare(self) -> Future[dict[str, Any]]:
         return self._ask("prepare", reference_id=self._reference_id)
