@@ -91,16 +91,9 @@ class SelfCheck:
 
 @dataclass(frozen=True)
 class ImageCheck:
-    """The result of the check that scores the first sequences with images to find out whether packing changes their values.
-
-    Attributes:
-        difference: root mean square difference between the log-probs of that path and those of the model's own forward passes,
-            in nats per token; 0 for the path "single".
-    """
+    """The result of the check that scores the first sequences with images to find out whether packing changes their values."""
 
     path: Path
-    difference: float
-    reason: str
     both_ways: bool = False
     refused_kernels: tuple[str, ...] = ()
 
@@ -155,13 +148,12 @@ def check_images(
             with forward.attention_of(model, own_attention):
                 return [np.concatenate([_padded(head, [sequence], device) for sequence in sequences])]
 
-        difference, problem = _attempt(padded, [plain], tolerance)
-        path: Path = "padded" if problem is None else "single"
+        path: Path = "padded" if _attempt(padded, [plain], tolerance)[1] is None else "single"
         warnings.warn(
             f"sequences with images are scored on the {path} path, which is slower; the packed path was rejected: {reason}",
             stacklevel=3,
         )
-        return ImageCheck(path, difference if problem is None else 0.0, reason)
+        return ImageCheck(path)
 
     refused = list(refused)
     try:
@@ -181,7 +173,7 @@ def check_images(
         )
         by_sequence = {index: values[where] for index, where in pack.members}
         packed = np.concatenate([by_sequence[index] for index in range(len(sequences))])
-        difference, problem = _compare([packed], [plain], tolerance)
+        _, problem = _compare([packed], [plain], tolerance)
     except PictureError:
         raise
     except Exception as error:  # models fail in many ways; any error means that this path does not work
@@ -190,7 +182,7 @@ def check_images(
         problem = first_line(error)
     if problem is not None:
         return not_packed(problem)
-    return ImageCheck("packed", difference, "", both_ways, tuple(refused))
+    return ImageCheck("packed", both_ways, tuple(refused))
 
 
 def _until_no_kernel_fails(refused: list[str], compute: Callable[[], Any]) -> Any:
