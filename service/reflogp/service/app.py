@@ -23,12 +23,12 @@ from reflogp.service.context import Context
 from reflogp.service.dataset_files import DatasetFiles, Uploads
 from reflogp.service.ledger import Ledger
 from reflogp.service.ledger_file import StateLock
-from reflogp.service.metrics import Metrics, Timed
+from reflogp.service.metrics import Metrics
+from reflogp.service.middleware import EveryRequest
 from reflogp.service.online import OnlineScoring
 from reflogp.service.pool import Pool, WorkerHandle
 from reflogp.service.precompute import Precompute
 from reflogp.service.registry import ReferenceRegistry, with_dtypes
-from reflogp.service.request_ids import RequestIds
 from reflogp.service.routes.completions import completions_router
 from reflogp.service.routes.health import health_router
 from reflogp.service.routes.jobs import jobs_router
@@ -40,7 +40,7 @@ from reflogp.service.runner.order import JobContext
 from reflogp.service.runner.process import start_fork_server
 from reflogp.service.scheduling import JobScheduler
 from reflogp.service.settings import ReferenceSettings, ServerSettings
-from reflogp.service.sites import SameSiteGuard, SecurityHeaders
+from reflogp.service.sites import SiteCheck
 from reflogp.service.supervision import supervise
 from reflogp.service.worker.protocol import WorkerConfiguration
 from reflogp.store import UsageError
@@ -60,10 +60,10 @@ _DESCRIPTION = "Reference log-probs: score datasets as background jobs, score se
 
 
 class _App(FastAPI):
-    """A FastAPI app that adds a request id and security headers to every response, including error responses."""
-
     def build_middleware_stack(self) -> ASGIApp:
-        return RequestIds(SecurityHeaders(super().build_middleware_stack()))
+        settings, metrics = self.state.context.settings, self.state.context.metrics
+        sites = SiteCheck(settings.allowed_hosts, bool(settings.tokens))
+        return EveryRequest(super().build_middleware_stack(), sites, metrics)  # around the one that answers errors
 
 
 def create_app(settings: ServerSettings) -> FastAPI:
@@ -139,8 +139,6 @@ def create_app(settings: ServerSettings) -> FastAPI:
     )
     app.state.context = context
     problems.install(app)
-    app.add_middleware(SameSiteGuard, allowed_hosts=settings.allowed_hosts, has_tokens=bool(settings.tokens))
-    app.add_middleware(Timed, metrics=metrics)
     app.include_router(health_router(context, pool))
     app.include_router(lookups_router(context))
     app.include_router(scores_router(context))

@@ -1,16 +1,8 @@
-"""Define the Prometheus metrics of the service, and the middleware that counts and times every request, and logs refusals."""
+"""The Prometheus metrics of the service."""
 
 from __future__ import annotations
 
-import logging
-import time
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from reflogp.store.texts import shortened
-
-logger = logging.getLogger(__name__)
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -72,36 +64,3 @@ class Metrics:
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
-
-
-class Timed:
-    """Middleware that counts and times requests by route and status, until the last byte of the response has been sent.
-
-    Requests that were refused with 401 or 403 are logged, with the token's name if it is known.
-    """
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        start, status = time.perf_counter(), 500
-
-        async def watched(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watched)
-        finally:
-            route = getattr(scope.get("route"), "path", "other")
-            self._metrics.requests.labels(route, status).observe(time.perf_counter() - start)
-            if status in (401, 403):
-                name = scope.get("state", {}).get("token")
-                by = f"token {name}" if name else "no known token"
-                logger.info("%s %s refused with status %d: %s", scope["method"], shortened(scope["path"]), status, by)

@@ -15,8 +15,7 @@ import re
 from collections.abc import Sequence
 from ipaddress import ip_address
 
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.datastructures import Headers
 
 from reflogp.service.problems import Problem
 
@@ -36,25 +35,8 @@ _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/?#@\\,]+)(?::(\d{1,5}))?")
 _PORTS = {"http": "80", "https": "443"}
 
 
-class SecurityHeaders:
-    """ASGI middleware that adds HEADERS to every response, including errors."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
-                    headers.setdefault(name, value)
-            await send(message)
-
-        await self._app(scope, receive, with_headers if scope["type"] == "http" else send)
-
-
-class SameSiteGuard:
-    """ASGI middleware that rejects requests that browsers send on behalf of other sites' pages.
+class SiteCheck:
+    """Recognizes requests that browsers send on behalf of other sites' pages.
 
     Args:
         allowed_hosts: host names and IP addresses to accept in the Host header. `*.example.org` accepts all subdomains of
@@ -64,16 +46,12 @@ class SameSiteGuard:
             nor a cookie for this service.
     """
 
-    def __init__(self, app: ASGIApp, allowed_hosts: Sequence[str], has_tokens: bool) -> None:
-        self._app = app
+    def __init__(self, allowed_hosts: Sequence[str], has_tokens: bool) -> None:
         self._allowed = [name.lower() for name in allowed_hosts]
         self._has_tokens = has_tokens
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        problem = self._refused(scope["method"], Headers(scope=scope)) if scope["type"] == "http" else None
-        await (self._app if problem is None else problem.response())(scope, receive, send)
-
-    def _refused(self, method: str, headers: Headers) -> Problem | None:
+    def problem_of(self, method: str, headers: Headers) -> Problem | None:
+        """Return why a request is refused, or None if it is not."""
         host = headers.get("host")
         if host is not None and not self._is_own(host):  # HTTP/1.0 clients may omit the Host header; browsers never do
             address = "an IP address" if self._has_tokens else "127.0.0.1"
@@ -103,7 +81,7 @@ class SameSiteGuard:
 
 
 def is_of_own_page(headers: Headers) -> bool:
-    """Return whether a form that SameSiteGuard has admitted was sent by a browser, and so from a page of this service."""
+    """Return whether a form that SiteCheck has admitted was sent by a browser, and so from a page of this service."""
     return "sec-fetch-site" in headers or "origin" in headers
 
 
