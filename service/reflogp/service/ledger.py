@@ -60,33 +60,25 @@ _HAS_FILE = "json_extract(source, '$.file') is not null"
 
 @dataclass(frozen=True)
 class Submission:
-    """A job that is being submitted.
+    """A job that is being submitted. A second submission of the same identity is the same job, unless the data may differ.
 
-    Attributes:
-        identity: the submitter and the Idempotency-Key, or `content` if no key was sent. Submitting the same identity again
-            does not create a second job, except in the cases described under `lasting`.
-        content: SHA-256 digest (hex) of the reference id, the tokenizer, the dataset and the settings, except priority and
-            title. If the job names a URI, the URI represents the dataset. Otherwise, the digest of the dataset's content
-            represents it. If the job names a path, the path with symbolic links resolved is included too.
-        lasting: False if no Idempotency-Key was sent and the dataset is given by its URI. The content at the URI may have
-            changed since an earlier submission, so a submission with `lasting=False` creates a new job if the earlier job with
-            the same identity is done. Even with `lasting=True`, a submission without an Idempotency-Key creates a new job if
-            the earlier job is done and its rows refer to image files, because `content` does not cover those files.
-        source: dict that describes the dataset for the worker. It always has the keys name and split. The keys file, digest,
-            path, uri and config are present only where they apply. If the dataset is given by its URI, file and digest are
-            added when the dataset has been fetched.
-        request, traceparent: X-Request-Id and W3C trace context of the request that submitted the job.
+    The data may differ if the earlier job is done and the dataset is given by its URI, or if its rows refer to image files,
+    which `content` does not cover. Then there is a new job, unless an Idempotency-Key was sent.
     """
 
-    identity: str
+    identity: str  # the submitter and the Idempotency-Key, or `content` if no key was sent
+    #: SHA-256 digest (hex) of the reference id, the tokenizer, the dataset and the settings except priority and title. The
+    #: dataset stands there by its URI, or else by its content's digest and, if the job names a path, by the path without links.
     content: str
     settings: JobSettings
     dataset: DatasetSpec
+    #: Describes the dataset for the runner: name, split, and file, digest, path, uri and config where they apply. If there is a
+    #: URI, file and digest are added when the dataset has been fetched.
     source: dict[str, str]
     reference_id: str
     submitted_by: str
-    lasting: bool = True
-    request: str | None = None
+    lasting: bool = True  # False if no Idempotency-Key was sent and the dataset is given by its URI
+    request: str | None = None  # X-Request-Id and W3C trace context of the submitting request
     traceparent: str | None = None
 
 

@@ -43,47 +43,31 @@ _RATE_WEIGHT = 0.2
 
 @dataclass(frozen=True)
 class Scored:
-    """The result of a scoring request.
+    """The result of a scoring request."""
 
-    Attributes:
-        outcomes: table with the schema worker.protocol.OUTCOMES, or TOP_OUTCOMES if most probable tokens were requested. It has
-            one row per sequence, in the order of the request.
-        hits: number of sequences found in the store.
-        engine_seconds: seconds from the start of the computation to the request's last outcome, or 0 if nothing was computed.
-            The time can include work on other requests of the same round.
-        queue_seconds: seconds that the request waited in the worker.
-        snapshot: number of the snapshot in which the sequences were looked up, or None if there was none.
-    """
-
+    #: Schema worker.protocol.OUTCOMES, or TOP_OUTCOMES; one row per sequence, in the order of the request.
     outcomes: pa.Table
     reference_id: str
-    hits: int
-    engine_seconds: float
-    queue_seconds: float
-    snapshot: int | None
+    hits: int  # number of sequences found in the store
+    engine_seconds: float  # until the last outcome, perhaps with work on other requests of the round; 0 if none was computed
+    queue_seconds: float  # that the request waited in the worker
+    snapshot: int | None  # number of the snapshot in which the sequences were looked up
 
 
 @dataclass
 class _Pending:
-    """A request that was sent to a worker but has no response yet.
-
-    Attributes:
-        began: True if the worker's current process has started to compute the request.
-        deaths: number of worker processes that died while computing the request.
-    """
+    """A request that was sent to a worker but has no response yet."""
 
     worker: WorkerHandle
     message: dict[str, Any]
     body: bytes
     tokens: int
     answer: asyncio.Future[tuple[dict[str, Any], bytes]]
-    began: bool = False
-    deaths: int = 0
+    began: bool = False  # whether the worker's current process has started to compute the request
+    deaths: int = 0  # number of worker processes that died while computing the request
 
 
 class OnlineScoring:
-    """Sends the online scoring requests of all callers to workers."""
-
     def __init__(self, settings: ServerSettings, registry: ReferenceRegistry, metrics: Metrics) -> None:
         self._settings = settings
         self._registry = registry
@@ -97,7 +81,6 @@ class OnlineScoring:
         self._pool = pool
 
     def queued_tokens(self, worker: WorkerHandle | None = None) -> int:
-        """Return the number of tokens in unanswered requests to `worker`, or to all workers."""
         return sum(entry.tokens for entry in self._pending.values() if worker is None or entry.worker is worker)
 
     async def score(

@@ -19,6 +19,7 @@ import sys
 import time
 from asyncio.subprocess import Process
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -53,47 +54,34 @@ COMMAND = (sys.executable, "-m", "reflogp.service.worker")
 _BUFFER = 1 << 20
 
 
+@dataclass(eq=False)
 class WorkerHandle:
-    """One worker of the pool. If the worker's process exits and is replaced, the WorkerHandle stays the same.
+    """One worker of the pool. If the worker's process exits and is replaced, the WorkerHandle stays the same."""
 
-    Attributes:
-        ready: True if the worker accepts work, False while it is starting.
-        loaded: ids of the references whose engines are loaded.
-        memory_bytes: resident memory of the process and its children (such as vLLM) at the last check, or 0 if it is unknown.
-        last_error: why the worker's last process exited or could not be started; "" when a new process has started.
-        silent_seconds: how long the latest ping has been unanswered, or 0 if the worker has answered it.
-        answered: True if the current process has answered at least one ping.
-        doing: what the engine was doing at the last ping: None, or "load" or "pass" and the seconds since it began.
-    """
-
-    def __init__(self, number: int, configuration: WorkerConfiguration) -> None:
-        self.number = number
-        self.configuration = configuration
-        self.ready = False
-        self.loaded: list[str] = []
-        self.memory_bytes = 0
-        self.last_error = ""
-        self.failed_starts = 0
-        self.killed_for = ""
-        self.process: Process | None = None
-        self.silent_seconds = 0.0
-        self.answered = False
-        self.doing: tuple[str, float] | None = None
-        self._is_asked = False
+    number: int
+    configuration: WorkerConfiguration
+    ready: bool = False  # accepts work; False while it is starting
+    loaded: list[str] = field(default_factory=list)  # ids of the references whose engines are loaded
+    memory_bytes: int = 0  # resident memory of the process and its children (such as vLLM) at the last check
+    last_error: str = ""  # why its last process exited or could not be started; "" when a new process has started
+    failed_starts: int = 0
+    killed_for: str = ""
+    process: Process | None = None
+    silent_seconds: float = 0.0  # how long the latest ping has been unanswered
+    answered: bool = False  # whether the current process has answered a ping
+    doing: tuple[str, float] | None = None  # of the engine at the last ping: "load" or "pass", and the seconds since it began
+    _is_asked: bool = False
 
     @property
     def broken(self) -> bool:
-        """True if several consecutive starts have failed."""
         return self.failed_starts >= _BROKEN_AFTER
 
     @property
     def late(self) -> bool:
-        """True if an answer to a ping is overdue."""
         return self.silent_seconds > _LATE_SECONDS
 
     @property
     def answering(self) -> bool:
-        """True if the worker accepts work and answers pings in time."""
         return self.ready and not self.late
 
     def send(self, message: dict[str, Any], body: bytes = b"") -> None:
@@ -102,7 +90,7 @@ class WorkerHandle:
             self.process.stdin.write(encode(message, body))
 
     def kill(self, why: str) -> None:
-        """Kill the worker's process, for a reason. The pool then starts a new one, unless it is closing."""
+        """Kill the worker's process. The pool then starts a new one, unless it is closing."""
         self.killed_for = why
         if self.process is not None and self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -221,7 +209,6 @@ class Pool:
         self._on_frame(worker, message, body)
 
     async def _watch(self) -> None:
-        """Check all workers every few seconds. This coroutine never returns."""
         last = trimmed = time.monotonic()
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
@@ -244,11 +231,6 @@ class Pool:
         worker.memory_bytes = memory_of(worker.process.pid)
         if worker.memory_bytes > self._max_worker_bytes:
             worker.kill(f"the worker used {worker.memory_bytes:,} bytes of memory, more than max_worker_bytes allows")
-
-
-def own_memory() -> int:
-    """Return the resident memory of this process in bytes."""
-    return memory_of(os.getpid(), with_children=False)
 
 
 async def start_worker() -> Process:

@@ -48,22 +48,15 @@ _CHECK_SECONDS, _CHECK_PAUSE_SECONDS = 15.0, 3.0
 
 @dataclass(frozen=True)
 class RegisteredReference:
-    """A reference from the settings or the store.
+    """A reference from the settings or the store."""
 
-    Attributes:
-        name: name in the settings, or None if the reference is only in the store.
-        snapshot: number of the table's latest snapshot, or None if the store has no values for the reference.
-        shards, rows, bytes: size of the table.
-        problem: why the table cannot be read, or None.
-    """
-
-    name: str | None
+    name: str | None  # in the settings; None if the reference is only in the store
     reference: Reference
-    snapshot: int | None = None
+    snapshot: int | None = None  # number of the table's latest snapshot; None if there is none
     shards: int = 0
     rows: int = 0
     bytes: int = 0
-    problem: str | None = None
+    problem: str | None = None  # why the table cannot be read
 
 
 def with_dtypes(settings: ServerSettings) -> ServerSettings:

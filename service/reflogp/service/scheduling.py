@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -68,26 +69,17 @@ _LEDGER_SECONDS, _LEDGER_AGAIN_SECONDS = 5.0, 1.0
 _STORE_PAUSE = 30.0
 
 
+@dataclass(eq=False)
 class _Running:
-    """A job that was claimed from the ledger and has not ended.
+    """A job that was claimed from the ledger and has not ended."""
 
-    Attributes:
-        runner: the job's process; None until it has started, and when it has ended.
-        workers: numbers of the workers that are lent to the job.
-        failures: worker number -> how often the worker has died while it was lent to the job.
-        cancelled: whether the job has been cancelled; it may have been stopped for another reason before.
-        stop_reason: why the job must stop ("cancelled", or a key of _STOPPED), or None if it may continue.
-        counted: the progress that the metrics already include.
-    """
-
-    def __init__(self, claim: Claim, worker: int) -> None:
-        self.claim = claim
-        self.runner: RunnerProcess | None = None
-        self.workers = {worker}
-        self.failures: Counter[int] = Counter()
-        self.cancelled = False
-        self.stop_reason: str | None = None
-        self.counted = JobProgress()
+    claim: Claim
+    workers: set[int]  # numbers of the workers that are lent to the job
+    runner: RunnerProcess | None = None  # the job's process, from its start to its end
+    failures: Counter[int] = field(default_factory=Counter)  # worker -> how often it died while lent to the job
+    cancelled: bool = False  # it may have been stopped for another reason before
+    stop_reason: str | None = None  # why the job must stop: "cancelled", or a key of _STOPPED
+    counted: JobProgress = field(default_factory=JobProgress)  # the progress that the metrics already include
 
     def send(self, message: dict[str, Any]) -> None:
         if self.runner is not None:
@@ -95,12 +87,7 @@ class _Running:
 
 
 class JobScheduler:
-    """Runs the jobs in the ledger.
-
-    Args:
-        files: the uploaded and fetched datasets.
-        context: settings that all jobs share.
-    """
+    """Runs the jobs in the ledger."""
 
     def __init__(
         self,
@@ -137,10 +124,7 @@ class JobScheduler:
         """Start the background tasks. Jobs that were unfinished when the service last stopped are continued."""
         self._pool = pool
         self.look()
-        work = {
-            "assigning jobs": self._assign_for_ever,
-            "fetching datasets": self._fetching.run,
-        }
+        work = {"assigning jobs": self._assign_for_ever, "fetching datasets": self._fetching.run}
         self._tasks = [asyncio.create_task(supervise(name, run)) for name, run in work.items()]
 
     def drain(self) -> None:
@@ -163,10 +147,7 @@ class JobScheduler:
             self._kill(running, "it did not stop in time")
 
     def memory_bytes(self) -> int:
-        """Return the resident memory of all runners in bytes."""
         return sum(running.runner.memory_bytes for running in self._running.values() if running.runner is not None)
-
-    # What requests do
 
     def look(self) -> None:
         """Wake the background tasks that start jobs and fetch datasets."""
@@ -194,18 +175,13 @@ class JobScheduler:
     # What workers do
 
     def on_ready(self, worker: WorkerHandle) -> None:
-        """Use a worker whose process is ready."""
         for running in self._running.values():
             if worker.number in running.workers:
                 self._lend(running, worker.number)
         self.look()
 
     def on_death(self, worker: WorkerHandle, reason: str, blame: bool) -> None:
-        """Handle the end of a worker's process: tell the job that it was lent to.
-
-        Args:
-            blame: True if the job may have killed the worker; False if the worker was computing an online request when it died.
-        """
+        """Tell the job that the worker was lent to, and whether the job may have killed it (`blame`)."""
         for running in self._running.values():
             if worker.number in running.workers:
                 if blame:
@@ -227,7 +203,6 @@ class JobScheduler:
             return None
 
     async def _record_end(self, running: _Running, message: dict[str, Any]) -> None:
-        """Record the end of a job whose runner reports that it is done, has failed, or was stopped."""
         job, source = running.claim.id, running.claim.source
         match message["end"]:
             case "done":
@@ -247,7 +222,6 @@ class JobScheduler:
             await self._give_back(running.claim.id, _STOPPED[running.stop_reason or "end"])
 
     async def _record_death(self, running: _Running, reason: str) -> None:
-        """Record that a job's runner has exited without a report."""
         job = running.claim.id
         if running.stop_reason is not None:
             await self._record_stop(running)
@@ -261,7 +235,6 @@ class JobScheduler:
             await self._finish(job, "failed", error=error)
 
     async def _give_back(self, job: str, note: str) -> None:
-        """Put a running job back into the queue."""
         logger.info("job queued again: %s", note, extra={"job": job})
         await self._recorded(job, partial(self._ledger.give_back, job, note))
         self.notify(job)
@@ -288,10 +261,7 @@ class JobScheduler:
     # Starting jobs, and lending workers to them
 
     async def _assign_for_ever(self) -> None:
-        """Assign jobs to workers after each call of `look` and each check of the ledger. This coroutine never returns.
-
-        No other task claims jobs.
-        """
+        """Assign jobs to workers after each call of `look` and each check of the ledger."""
         check_at = 0.0
         while True:
             with suppress(TimeoutError):
@@ -331,7 +301,7 @@ class JobScheduler:
                 if worker.number in other.workers:
                     other.workers.discard(worker.number)
                     other.send({"op": "take_back", "worker": worker.number})
-            running = self._running[claim.id] = _Running(claim, worker.number)
+            running = self._running[claim.id] = _Running(claim, {worker.number})
             self._in_background(self._run(running))
             self.notify(claim.id)
         but = {*self._paused, *self._running}
@@ -395,7 +365,6 @@ class JobScheduler:
     # A running job
 
     async def _run(self, running: _Running) -> None:
-        """Run a claimed job, and record how it ended."""
         job = running.claim.id
         try:
             if await self._begin(running):
@@ -409,7 +378,6 @@ class JobScheduler:
             self.look()
 
     async def _follow(self, running: _Running) -> None:
-        """Handle the frames of a job's runner until the job ends, and record its end."""
         runner = running.runner
         assert runner is not None
         report: dict[str, Any] | None = None
@@ -439,7 +407,6 @@ class JobScheduler:
         self.notify(job)
 
     def _count(self, running: _Running, progress: JobProgress) -> None:
-        """Update the metrics with the progress that a job has made since the runner's previous `progress` frame."""
         before, running.counted = running.counted, progress
         self._metrics.sequences.labels("job", "hit").inc(max(0, progress.hits - before.hits))
         self._metrics.sequences.labels("job", "scored").inc(max(0, progress.scored - before.scored))

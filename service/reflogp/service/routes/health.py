@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from importlib.metadata import version
 
@@ -14,7 +15,7 @@ from reflogp.service.auth import requires
 from reflogp.service.context import Context
 from reflogp.service.ledger_file import LedgerError
 from reflogp.service.models import JOB_STATES
-from reflogp.service.pool import Pool, WorkerHandle, own_memory
+from reflogp.service.pool import Pool, WorkerHandle, memory_of
 from reflogp.service.problems import Problem, documented
 
 
@@ -79,7 +80,7 @@ def health_router(context: Context, pool: Pool) -> APIRouter:
         gauges.online_tokens.set(context.online.queued_tokens())
         gauges.workers_ready.set(sum(worker.ready for worker in pool.workers))
         gauges.workers_answering.set(sum(worker.answering for worker in pool.workers))
-        gauges.memory.labels("service").set(own_memory())
+        gauges.memory.labels("service").set(memory_of(os.getpid(), with_children=False))
         gauges.memory.labels("jobs").set(context.scheduler.memory_bytes())
         for worker in pool.workers:
             gauges.memory.labels(f"worker {worker.number}").set(worker.memory_bytes)

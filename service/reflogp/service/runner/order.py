@@ -12,39 +12,27 @@ from reflogp.store import Reference
 
 @dataclass(frozen=True)
 class Claim:
-    """A job, as the ledger knows it.
-
-    Attributes:
-        source: where its dataset is; see Submission.
-        request, traceparent: X-Request-Id and W3C trace context of the last submission that queued the job.
-    """
+    """A job, as the ledger knows it."""
 
     id: str
     settings: JobSettings
-    source: dict[str, str]
+    source: dict[str, str]  # where its dataset is; see Submission
     reference_id: str
     priority: int
-    request: str | None = None
+    request: str | None = None  # X-Request-Id and W3C trace context of the last submission that queued the job
     traceparent: str | None = None
 
 
 @dataclass(frozen=True)
 class JobContext:
-    """Settings that all jobs of a service share.
-
-    Attributes:
-        results: folder for results and reports.
-        tokens: folder of the token-id cache.
-        row_seconds: maximum CPU time in seconds for tokenizing one row.
-        most_bytes: maximum memory of a job's process, without the process that reads the dataset.
-    """
+    """Settings that all jobs of a service share."""
 
     store: str
-    results: Path
-    tokens: Path
+    results: Path  # folder for results and reports
+    tokens: Path  # folder of the token-id cache
     max_tokens_bytes: int
-    row_seconds: float
-    most_bytes: int
+    row_seconds: float  # maximum CPU time for tokenizing one row
+    most_bytes: int  # maximum memory of a job's process, without the process that reads the dataset
 
     def result(self, job_id: str) -> Path:
         """Return the path of a job's result.
@@ -59,17 +47,10 @@ class JobContext:
 
 @dataclass(frozen=True)
 class JobOrder:
-    """A job, with what else its process needs.
-
-    Attributes:
-        model: the model whose tokenizer and image processor the job uses. Several references in the settings can have the same
-            weights, and so the same id, with different tokenizers.
-        root: allowed root folder that contains the dataset, or None if the dataset is in the service's own folder. Other users
-            may be able to write to a root folder, but not to the service's own folder.
-    """
+    """A job, with what else its process needs."""
 
     claim: Claim
     reference: Reference
-    model: ReferenceSettings
-    root: str | None
+    model: ReferenceSettings  # has the job's tokenizer; several references can have the same weights, and so the same id
+    root: str | None  # allowed folder that contains the dataset; None if it is in the service's own folder
     context: JobContext

@@ -65,35 +65,20 @@ _IMAGES = pa.list_(
 
 @dataclass(frozen=True)
 class Reading:
-    """What the process reads, and its limits.
-
-    Attributes:
-        file: path to read the dataset from.
-        split: the split to read from a folder with several splits.
-        form: the dataset's format; None to detect it.
-        root: folder that the paths of images must not lead out of; None if rows may not name image files.
-        dataset: path of the dataset, against whose folder the paths of images are resolved.
-        model: folder of the model whose tokenizer and image processor are used.
-        trust_remote_code: whether to run code from this folder.
-        tokenizer_digest: digest of the tokenizer's files.
-        row_seconds: seconds of processor time for a row.
-        memory: bytes of memory for the process, in addition to the memory that its libraries take.
-        folder: folder for temporary files; None for the default.
-        only: numbers of the rows to read; None for all rows.
-    """
+    """What the process reads, and its limits."""
 
     file: str
     split: str
-    form: Format | None
-    root: str | None
-    dataset: str
-    model: str
+    form: Format | None  # None: it is detected
+    root: str | None  # folder that the paths of images must not lead out of; None if rows may not name image files
+    dataset: str  # path of the dataset, against whose folder the paths of images are resolved
+    model: str  # folder of the model whose tokenizer and image processor are used
     trust_remote_code: bool
     tokenizer_digest: str
-    row_seconds: float
-    memory: int
-    folder: str | None = None
-    only: frozenset[int] | None = None
+    row_seconds: float  # processor time for a row
+    memory: int  # bytes, in addition to the memory that the libraries take
+    folder: str | None = None  # for temporary files
+    only: frozenset[int] | None = None  # numbers of the rows to read; None for all rows
 
     def open_image(self) -> OpenFile:
         """Return the function that opens the image files that rows name."""

@@ -54,27 +54,19 @@ def _unloaded() -> WorkerGoneError:
 
 @dataclass
 class OnlineRequest:
-    """An online request: sequences to score while a client waits.
-
-    Attributes:
-        alone: True if the request must not share its round, because it may have crashed a worker before.
-        top_k: number of most probable tokens of each position that the client wants.
-        write: True if the values may be stored.
-        outcomes: the outcome of each sequence, or None where it is not known yet; empty until the request's round begins.
-        left: number of sequences whose outcomes are not known yet.
-    """
+    """An online request: sequences to score while a client waits."""
 
     id: str
     reference_id: str
     sequences: list[Sequence]
     temperature: float
-    alone: bool
+    alone: bool  # it must not share its round, because it may have crashed a worker before
     arrived: float = field(default_factory=time.monotonic)
     request: str | None = None
-    top_k: int = 0
-    write: bool = False
-    outcomes: list[Outcome | None] = field(default_factory=list)
-    left: int = 0
+    top_k: int = 0  # number of most probable tokens of each position that the client wants
+    write: bool = False  # whether the values may be stored
+    outcomes: list[Outcome | None] = field(default_factory=list)  # of each sequence, None if unknown; empty before the round
+    left: int = 0  # number of sequences whose outcomes are not known yet
 
     def tokens(self) -> int:
         return sum(map(len, self.sequences))
@@ -82,35 +74,26 @@ class OnlineRequest:
 
 @dataclass(frozen=True)
 class Answer:
-    """The response to an online request: the outcomes in `request.outcomes`, or one `error` for the whole request.
-
-    `is_permanent` is True if sending the request again leads to the same error.
-    """
+    """The response to an online request: the outcomes in `request.outcomes`, or one `error` for the whole request."""
 
     request: OnlineRequest
     engine: PassEngine | None
     engine_seconds: float = 0.0
     queue_seconds: float = 0.0
     error: str | None = None
-    is_permanent: bool = False
+    is_permanent: bool = False  # whether sending the request again leads to the same error
 
 
 @dataclass
 class _Work:
-    """The sequences that the engine loop computes for a job, and the state of their computation.
-
-    Attributes:
-        out: queue of results for the job: of each forward pass, its results and token counts; then None, or an error if the
-            computation cannot continue.
-        idle_until: value of time.monotonic() before which `groups` is not checked for new sequences; 0 if `groups` contained
-            new sequences when the engine last looked for them.
-        passes: the generator returned by `begin`, or None if the computation has not begun.
-    """
+    """The sequences that the engine loop computes for a job, and the state of their computation."""
 
     reference_id: str
     groups: Iterable[list[Sequence]]
+    #: Of each forward pass, its results and token counts; then None, or an error if the computation cannot continue.
     out: queue.SimpleQueue[tuple[Landed, TokenCounts] | BaseException | None] = field(default_factory=queue.SimpleQueue)
     engine: PassEngine | None = None
+    #: When `groups` is checked again for new sequences (time.monotonic()); 0 if there were new ones at the last check.
     idle_until: float = 0.0
     passes: Iterator[tuple[Landed, TokenCounts]] | None = None
 

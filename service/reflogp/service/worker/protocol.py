@@ -17,31 +17,17 @@ from reflogp.store.schema import one_array
 
 
 class WorkerConfiguration(BaseModel):
-    """Configuration of a worker.
-
-    Attributes:
-        device: device of the worker's engines, such as "auto", "cpu" or "cuda:1".
-        visible: value of CUDA_VISIBLE_DEVICES in the worker's process, or None to leave the variable unchanged.
-        address: path of the Unix socket to which the runners of jobs connect.
-        sharing: number of workers among which the machine's CPU cores are divided; used only if `device` is "cpu".
-        models: settings of each reference's model, by reference id.
-        capacity: maximum number of loaded engines.
-        pinned: id of the reference whose engine is loaded at startup and never unloaded, or None.
-        commit_seconds: maximum time in seconds between computing a job's values and committing them.
-        window_seconds: see EngineLoop.
-    """
-
-    device: str
-    visible: str | None
-    address: str
-    sharing: int
+    device: str  # of the engines, such as "auto", "cpu" or "cuda:1"
+    visible: str | None  # CUDA_VISIBLE_DEVICES in the worker's process, or None to leave the variable unchanged
+    address: str  # path of the Unix socket to which the runners of jobs connect
+    sharing: int  # number of workers among which the machine's CPU cores are divided; used only if `device` is "cpu"
     token_budget: int | Literal["auto"]
-    models: dict[str, ReferenceSettings]
-    capacity: int
-    pinned: str | None
+    models: dict[str, ReferenceSettings]  # by reference id
+    capacity: int  # maximum number of loaded engines
+    pinned: str | None  # id of the reference whose engine is loaded at startup and never unloaded
     store: str
-    commit_seconds: float
-    window_seconds: float
+    commit_seconds: float  # maximum time between computing a job's values and committing them
+    window_seconds: float  # see EngineLoop
 
 
 #: Schemas of the table in a request (SEQUENCES) and of the table in its response (OUTCOMES). Both tables have the same row
