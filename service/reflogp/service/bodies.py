@@ -60,8 +60,6 @@ class LargeRequests:
     ) -> AsyncIterator[None]:
         """Wait for a turn if the request's body or its response is large, or the body is of unknown length.
 
-        A turn is as short as a step that takes much memory: reading and decoding the body, or building a part of the response.
-
         Raises Problem 503 after `patience` seconds, if it is not None.
         """
         declared = content_length(request)
@@ -72,12 +70,8 @@ class LargeRequests:
             async with asyncio.timeout(patience):
                 await self._semaphore.acquire()
         except TimeoutError:
-            raise Problem(
-                503,
-                "too many large requests are being processed",
-                "try again later, or send less data per request",
-                {"Retry-After": "5"},
-            ) from None
+            step = "try again later, or send less data per request"
+            raise Problem(503, "too many large requests are being processed", step, {"Retry-After": "5"}) from None
         try:
             yield
         finally:
@@ -107,7 +101,6 @@ async def read_body(request: Request, max_bytes: int, otherwise: str = "split th
 
 
 async def decoded(decode: Callable[[bytearray], Result], body: bytearray) -> Result:
-    """Return what `decode` makes of a body. A long body is decoded in a thread, outside the event loop."""
     return decode(body) if len(body) <= _DECODED_AT_ONCE else await to_thread.run_sync(decode, body)
 
 
@@ -242,7 +235,6 @@ def too_many_tokens(max_tokens: int) -> Problem:
 
 
 def _described(schema: pa.Schema) -> str:
-    """List a schema's first columns and their types, shortened for an error message."""
     return ", ".join(f"{field.name[:50]}: {str(field.type)[:50]}" for field in list(schema)[:5]) or "none"
 
 
@@ -317,5 +309,5 @@ def _not_arrow(what: str, error: Exception) -> Problem:
 
 
 def json_response(answer: BaseModel) -> Response:
-    """Return a response that contains a pydantic model as JSON. Call this in a thread if the response may be long."""
+    """Return a pydantic model as JSON. Call this in a thread if the response may be long."""
     return Response(answer.model_dump_json(), media_type=JSON)

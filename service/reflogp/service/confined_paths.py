@@ -37,15 +37,12 @@ def _open_files() -> Path:
 class PathError(DatasetError):
     """The path of a dataset, of an entry in a dataset folder, or of an image cannot be used.
 
-    Attributes:
-        status: HTTP status: 403 if the path leads outside the root or is hidden, 404 if nothing can be opened there, else 422.
-        next_step: advice for the caller.
+    The HTTP status is 403 if the path leads outside the root or is hidden, 404 if nothing can be opened there, else 422.
     """
 
     def __init__(self, status: int, text: str, next_step: str) -> None:
         super().__init__(text)
-        self.status = status
-        self.next_step = next_step
+        self.status, self.next_step = status, next_step
 
 
 def digest_below(root: Path, path: Path) -> tuple[Path, str]:
@@ -229,8 +226,7 @@ def _raise_missing(error: OSError) -> None:
     raise _missing() from error
 
 
-def outside() -> PathError:
-    """Return the error for a path that leads outside the root, whether it exists or not."""
+def outside() -> PathError:  # whether the path exists or not
     return PathError(
         403,
         "the path is not under a folder that this service reads datasets from",

@@ -45,12 +45,7 @@ _MOST_UPLOADS = 10_000
 
 
 class DatasetFiles:
-    """The folder of datasets, which is created if it does not exist. All methods block and are thread-safe.
-
-    Attributes:
-        most_bytes: maximum size of a dataset.
-        used: total size of the datasets in bytes, and of what is reserved for those that are arriving.
-    """
+    """The folder of datasets, which is created if it does not exist. All methods block and are thread-safe."""
 
     def __init__(self, folder: Path, ledger: Ledger, settings: ServerSettings) -> None:
         self.folder = folder.absolute()
@@ -62,7 +57,7 @@ class DatasetFiles:
         folder.mkdir(parents=True, exist_ok=True)
         for incomplete in folder.glob(f"{_PARTIAL}*"):
             _delete(incomplete)
-        self.used = sum(map(_size, folder.iterdir()))
+        self.used = sum(map(_size, folder.iterdir()))  # bytes, with what is reserved for datasets that are arriving
 
     def touch(self, name: str) -> Path | None:
         """Return the path of a dataset, and keep it until the job that will use it is in the ledger; None if there is none."""
@@ -131,9 +126,6 @@ class Incoming:
     """A dataset that arrives. Its bytes are hashed and counted; what arrived is deleted at the end unless `keep` was called.
 
     All methods raise Problem 413 if the dataset is larger than allowed, and 507 if there is no space left for it.
-
-    Attributes:
-        size, file_size: number of bytes that have arrived, in all and of the last file.
     """
 
     def __init__(self, files: DatasetFiles) -> None:
@@ -143,7 +135,7 @@ class Incoming:
         self._digest = hashlib.sha256()
         self._digests: dict[str, str] = {}  # of the complete files, by their names
         self._reserved = 0
-        self.size = self.file_size = 0
+        self.size = self.file_size = 0  # bytes that have arrived, in all and of the last file
 
     def __enter__(self) -> Incoming:
         return self
@@ -229,11 +221,7 @@ class Uploads:
     async def receive(self, name: str, chunks: AsyncIterator[bytes], declared_length: int | None) -> tuple[Upload, bool]:
         """Receive a file, record its name, and return the upload and whether its name is new.
 
-        When this method returns, the file is on disk. If it raises an error, the name still refers to the previous file.
-
-        Args:
-            name: matches UPLOAD_PATTERN. Its suffix determines the file's format.
-            declared_length: the request's Content-Length, or None if it is missing or invalid.
+        If it raises an error, the name still refers to the previous file.
 
         Raises Problem: 413 if the file is too large, 422 if it is empty, 507 if there is not enough space.
         """

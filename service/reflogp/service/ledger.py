@@ -83,22 +83,16 @@ class Submission:
 
 
 class Ledger(LedgerFile):
-    """A ledger of jobs and uploads in one SQLite file."""
-
     def __init__(self, file: Path, patience_seconds: float = 5.0) -> None:
         super().__init__(file, _SCHEMA, _VERSION, patience_seconds)
         self._running: dict[str, JobProgress] = {}  # the progress of running jobs, by their ids
 
     def submit(self, asked: Submission, most_queued: int | None = None) -> tuple[Job, bool]:
-        """Record a submission. Return its job, and whether the job is new.
-
-        If a job with the same identity exists, that job is returned, except in the cases described under `lasting` in
-        Submission. If that job has failed or was cancelled, it is first queued again.
+        """Record a submission. Return its job, and whether the job is new. A job that failed or was cancelled is queued again.
 
         Raises Problem: 409 if a job with this identity has different content, and 429 if the job would be new, but
         `most_queued` jobs are already queued.
         """
-
         with self.writing() as db:
             known = db.execute("select id, state, content, summary from job where identity = ?", [asked.identity]).fetchone()
             cancelled = "select 1 from cancellation where job = ?"
@@ -119,7 +113,6 @@ class Ledger(LedgerFile):
         return _as_job(row, running) if row else None
 
     def claim_of(self, job: str) -> Claim | None:
-        """Return what a job runs with, whatever its state, or None for an unknown job."""
         row = self._one("select * from job where id = ?", job)
         return None if row is None else _as_claim(row, None)
 
@@ -147,7 +140,6 @@ class Ledger(LedgerFile):
 
         Each call writes to the ledger, so that `trouble` says whether the ledger can be used. Return the number of jobs.
         """
-
         with self.writing() as db:
             self.probe(db)
             return _requeue(db, f"state = 'running' and id not in ({_marks(held)})", note, *held)
@@ -161,14 +153,12 @@ class Ledger(LedgerFile):
     def claim(self, loaded: Iterable[str], patience_seconds: float, but: Collection[str] = ()) -> Claim | None:
         """Mark the next job as running and return it, or return None if no queued job can begin.
 
-        The next job is normally the oldest job of the highest priority. If the model of that job is not `loaded` and the job
-        was first submitted less than `patience_seconds` ago, a younger job of its priority whose model is loaded runs first.
-        This rule avoids loading and unloading models for every job. Jobs whose dataset has not been fetched yet and jobs in
-        `but` are skipped.
+        The next job is the oldest of the highest priority. If its model is not `loaded` and it was first submitted less than
+        `patience_seconds` ago, a younger job of its priority whose model is loaded runs first, so that not every job loads a
+        model. Jobs whose dataset has not been fetched yet and jobs in `but` are skipped.
         """
         here = list(loaded)
         ready = f"state = 'queued' and {_HAS_FILE} and id not in ({_marks(but)})"
-
         query = f"select * from job where {ready} order by priority desc, number limit 1"
         of_loaded = (
             f"select * from job where {ready} and priority = ? and reference_id in ({_marks(here)}) order by number limit 1"
@@ -191,10 +181,9 @@ class Ledger(LedgerFile):
     def cancel(self, job: str) -> JobState | None:
         """Cancel a job. Return the state that it had, or None for an unknown job.
 
-        A queued job ends immediately. A running job ends when its runner stops or dies; the cancellation is on disk. If the
-        runner finishes the job before learning of the cancellation, the job ends as done or failed.
+        A queued job ends immediately, a running job when its runner stops or dies. If the runner finishes it first, it ends as
+        done or failed.
         """
-
         with self.writing() as db:
             row = db.execute("select state from job where id = ?", [job]).fetchone()
             state: JobState | None = None if row is None else row["state"]
@@ -247,10 +236,7 @@ class Ledger(LedgerFile):
             return _retry(db, job)
 
     def files_in_use(self) -> set[str]:
-        """Return the names of the dataset files of all uploads, and of all jobs that may still run.
-
-        Failed and cancelled jobs may run again. If the dataset of such a job was given by its URI, it is then fetched again.
-        """
+        """Return the names of the dataset files of all uploads, and of all jobs that may run (again) without fetching them."""
         may_run = f"state in {UNFINISHED} or (state <> 'done' and json_extract(source, '$.uri') is null)"
         of_jobs = f"select json_extract(source, '$.file') from job where {_HAS_FILE} and ({may_run})"
         return {Path(row["file"]).name for row in self._all(f"select file from upload union {of_jobs}")}
@@ -262,7 +248,6 @@ class Ledger(LedgerFile):
 
     def forget(self, jobs: Collection[str]) -> None:
         """Delete those of the given jobs that have ended."""
-
         with self.writing() as db:
             query = "delete from job where state in ('done', 'failed', 'cancelled') and id = ?"
             db.executemany(query, [[job] for job in jobs])
@@ -274,7 +259,7 @@ class Ledger(LedgerFile):
             db.execute("insert or replace into upload values (?, ?, ?, ?, ?)", [name, file, size, sha256, _now()])
 
     def uploads(self) -> list[dict[str, Any]]:
-        """Return all uploads, sorted by name, as dicts with the keys name, file, bytes, sha256 and uploaded_at."""
+        """Return all uploads by name: dicts with the keys name, file, bytes, sha256 and uploaded_at."""
         return [dict(row) for row in self._all("select * from upload order by name")]
 
     def upload(self, name: str) -> dict[str, Any] | None:
@@ -314,7 +299,7 @@ def _marks(values: Collection[str]) -> str:
 
 
 def _is_lasting(asked: Submission, summary: str | None) -> bool:
-    """Return whether a submission can be answered with the done job of the same identity, which has this summary."""
+    """Return whether a done job with this summary is the answer to a submission of the same identity."""
     names_files = summary is not None and bool(json.loads(summary).get("image_files"))
     return asked.lasting and not (names_files and asked.identity == asked.content)
 
@@ -402,7 +387,6 @@ def _set_origin(db: sqlite3.Connection, job: str, asked: Submission) -> None:
 
 
 def _as_claim(row: sqlite3.Row, origin: sqlite3.Row | None) -> Claim:
-    """Return a row of the table `job` as a Claim. An older version of reflogp wrote no `origin`."""
     return Claim(
         row["id"],
         JobSettings.model_validate_json(row["settings"]),

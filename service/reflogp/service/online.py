@@ -150,12 +150,9 @@ class OnlineScoring:
                     entry.answer.set_result((message, body))
 
     def on_death(self, worker: WorkerHandle, reason: str) -> bool:
-        """Handle the end of a worker's process. The next one gets the worker's unanswered requests when it is ready.
+        """Let a worker's next process compute each request alone that the last one was computing, and fail after _DEATHS.
 
-        If the exited process was computing a request, the next process computes that request alone. A request fails if several
-        consecutive starts of the worker have failed, or if _DEATHS processes have died while computing it.
-
-        Return True if the exited process was computing any of the requests.
+        Return True if the exited process was computing any request.
         """
         mine = {key: entry for key, entry in self._pending.items() if entry.worker is worker}
         blame = any(entry.began for entry in mine.values())
@@ -165,14 +162,8 @@ class OnlineScoring:
                 entry.began = False
                 entry.message["alone"] = True
             if entry.deaths >= _DEATHS:
-                self._fail(
-                    key,
-                    Problem(
-                        500,
-                        f"workers died while scoring this request: {reason}",
-                        "ask an administrator to check the service's log",
-                    ),
-                )
+                step = "ask an administrator to check the service's log"
+                self._fail(key, Problem(500, f"workers died while scoring this request: {reason}", step))
             elif worker.broken:
                 self._fail(key, _no_worker(worker))
         return blame
@@ -221,9 +212,10 @@ class OnlineScoring:
         return answered, body
 
     def _worker_for(self, reference_id: str, tokens: int) -> WorkerHandle:
-        """Choose the worker that responds in time and is expected to begin with the request first.
+        """Choose the worker that is expected to begin with the request first.
 
-        Loading the model counts as much as scoring for _LOAD_SECONDS, and twice that if another model has to be unloaded.
+        Loading the model counts as scoring for _LOAD_SECONDS, and twice that if another model has to be unloaded.
+
         Raises Problem: 503 if no worker can respond, 429 if too many tokens are queued for each of them.
         """
         assert self._pool is not None
@@ -274,11 +266,7 @@ class OnlineScoring:
         return nothing
 
     def _look_up(self, reference_id: str, sequences: pa.Table, top_k: int) -> tuple[list[Any], int | None]:
-        """Look up sequences in the store.
-
-        Return a list with the value columns of each sequence (None if they are not stored), and the number of the snapshot, or
-        None if the store has no values for the reference.
-        """
+        """Return the stored value columns of each sequence (None if there are none), and the number of the snapshot, if any."""
         served = self._registry.entry_of(reference_id, reference_id).top_k if top_k else 0  # the table that workers write to
         try:
             snapshot = self._registry.snapshot(reference_id, None, served)

@@ -1,7 +1,6 @@
 """Submit jobs, cancel and retry them, and return them with their results and reports. Old jobs and datasets are deleted.
 
-What a caller asks for is in the ledger before the response is sent. The scheduler runs the jobs. The code of this module runs
-in the event loop; calls that use the ledger or files run in threads.
+What a caller asks for is in the ledger before the response is sent. The scheduler runs the jobs.
 """
 
 from __future__ import annotations
@@ -47,12 +46,7 @@ _FILE_THREADS = 4
 
 
 class Precompute:
-    """What requests do with precompute jobs.
-
-    Args:
-        uploads: the uploads, by name.
-        files: the uploaded and fetched datasets.
-    """
+    """What requests do with precompute jobs."""
 
     def __init__(
         self,
@@ -77,18 +71,11 @@ class Precompute:
     async def submit(
         self, request: JobRequest, who: str, idempotency_key: str | None, received: tuple[Path, str] | None = None
     ) -> tuple[Job, bool]:
-        """Submit a job. By the time this method returns, the job is in the ledger.
+        """Submit a job of `who`. Return the job, which is in the ledger, and whether it is new.
 
-        Args:
-            request: the requested job.
-            who: name of the submitter.
-            idempotency_key: identifies the job, together with `who`. If None, the job is identified by its reference,
-                tokenizer, dataset and settings.
-            received: path and SHA-256 digest of the dataset's file if the dataset was sent as the request body, otherwise None.
-
-        Returns:
-            (the job, True if it is new or False if it already existed). An existing job that has failed or was cancelled is
-            queued again.
+        Without `idempotency_key`, the job is identified by its reference, tokenizer, dataset and settings. An existing job that
+        has failed or was cancelled is queued again. `received` is the path and SHA-256 digest of a dataset that was sent as the
+        request's body.
 
         Raises:
             LedgerError: the ledger cannot be used.
@@ -133,10 +120,7 @@ class Precompute:
         return job, new
 
     async def cancel(self, job_id: str) -> Job:
-        """Cancel a job.
-
-        A queued job ends at once; a running job may continue until its current forward pass ends. By the time this method
-        returns, the cancellation is in the ledger.
+        """Cancel a job: a queued job ends at once, a running one when its current forward pass ends.
 
         Raise LedgerError if the ledger cannot be used, and Problem if the job is unknown or has ended.
         """
@@ -160,10 +144,9 @@ class Precompute:
         return await self.get(job_id)
 
     async def get(self, job_id: str, wait: float = 0.0) -> Job:
-        """Return a job. Raise Problem if the job is unknown, and LedgerError if the ledger cannot be used.
+        """Return a job; an unfinished one after its next change, or after `wait` seconds.
 
-        Args:
-            wait: an unfinished job is returned after its next change, or after this many seconds.
+        Raise Problem if the job is unknown, and LedgerError if the ledger cannot be used.
         """
         change = self._scheduler.change(job_id)  # before the job is read, so that no change is missed
         job = await to_thread.run_sync(self._ledger.get, job_id)
@@ -196,9 +179,9 @@ class Precompute:
         if claim is None:
             raise _unknown(job.id)
         reason, is_lasting = await self._write_report(await self._scheduler.order(claim))
+        if reason and is_lasting:
+            raise Problem(404, f"the job has no report: {reason}", step)
         if reason:
-            if is_lasting:
-                raise Problem(404, f"the job has no report: {reason}", step)
             raise Problem(503, f"the report cannot be written now: {reason}", "try again later", {"Retry-After": "30"})
         if await to_thread.run_sync(self._ledger.claim_of, job.id) is None:  # it was deleted meanwhile
             file.unlink(missing_ok=True)
@@ -256,7 +239,7 @@ class Precompute:
         return {"name": hide_secrets(dataset.uri), "uri": dataset.uri, "split": dataset.split, **config}
 
     async def keep_house(self) -> None:
-        """Delete old jobs and unneeded dataset files every hour. This coroutine never returns."""
+        """Delete old jobs and unneeded dataset files every hour."""
         while True:
             moment = datetime.now(UTC) - timedelta(days=self._settings.keep_days)
             try:
@@ -267,13 +250,8 @@ class Precompute:
             await asyncio.sleep(_HOUSEKEEPING_SECONDS)
 
     def _forget_before(self, moment: datetime) -> None:
-        """Delete jobs that ended before the given time.
-
-        A job's result and report are deleted before the job itself, so that an interrupted deletion leaves no files without a
-        job.
-        """
         jobs = self._ledger.ended_before(moment)
-        for job in jobs:
+        for job in jobs:  # its files first, so that an interrupted deletion leaves no files without a job
             self._scheduler.context.result(job).unlink(missing_ok=True)
             self._scheduler.context.report(job).unlink(missing_ok=True)
         if jobs:

@@ -109,16 +109,14 @@ class _Work:
 
 
 class Engines:
-    """The loaded engines of one device, by reference id. Only the engine loop's thread may use an object of this class.
+    """The loaded engines of one device, by reference id. Only the engine loop's thread may use it.
 
     Args:
-        make: loads and returns the engine for a reference id. `make` may raise EngineError and the same errors as
-            `describe_reference`.
+        make: loads the engine of a reference. May raise EngineError and the errors of `describe_reference`.
         capacity: maximum number of loaded engines. If it is 1, the pinned engine and one other may be loaded at the same time.
         pinned: id of a reference whose engine is never unloaded, or None.
-        on_change: called with the reference ids of all loaded engines whenever an engine is loaded or unloaded.
-        admit: called before an engine is loaded, and before others are unloaded to make room for it; raises an error if the
-            engine cannot be loaded.
+        on_change: called with the ids of all loaded engines when an engine was loaded or unloaded.
+        admit: called before others are unloaded to make room for an engine; raises an error if it cannot be loaded.
     """
 
     def __init__(
@@ -139,10 +137,7 @@ class Engines:
         self._used_at: dict[str, float] = {}
 
     def get(self, reference_id: str) -> PassEngine:
-        """Return the engine of a reference, loading the engine if necessary.
-
-        If the device runs out of memory during loading, unload all other engines except the pinned one and try again.
-        """
+        """Return the engine of a reference. If loading it runs out of memory, all others but the pinned one are unloaded."""
         engine = self._loaded.pop(reference_id, None)
         if engine is None:
             self._admit(reference_id)
@@ -231,7 +226,6 @@ class EngineLoop:
         return None if at is None else (at[0], time.monotonic() - at[1])
 
     def ask(self, request: OnlineRequest) -> None:
-        """Queue a request."""
         with self._lock:
             if self._online or self._serving:
                 self._overlapped = time.monotonic()
@@ -252,9 +246,9 @@ class EngineLoop:
         Each outcome comes with the index of its sequence among all sequences in `groups`.
 
         Args:
-            groups: groups of sequences. The iterable must not block, because online requests would then have to wait. When no
-                sequences are available yet, it must yield an empty group. The engine may read it in a background thread.
-            check: called repeatedly in the calling thread while it waits for outcomes; raises an error to stop the job.
+            groups: yields an empty group while no sequences are available: online requests would wait for one that blocks. The
+                engine may read it in a background thread.
+            check: called repeatedly in the calling thread; raises an error to stop the job.
 
         Raises:
             WorkerGoneError: the model was unloaded to make room for another model. The job can start again later.
@@ -293,7 +287,6 @@ class EngineLoop:
             self._drop(work)
 
     def close(self) -> None:
-        """Make `run` return after the current pass or round."""
         self._closing = True
         self._news.set()
 
@@ -303,8 +296,8 @@ class EngineLoop:
     def run(self) -> None:
         """Alternate between online requests and the job until `close` is called.
 
-        Raises EngineError if a forward pass fails. The device may then be unusable, so the process must exit; until it does,
-        `flow` waits.
+        Raises EngineError if a forward pass fails: the device may be unusable, so the process must exit; until then, `flow`
+        waits.
         """
         jobs_turn = False
         while not self._closing:
