@@ -25,8 +25,9 @@ from reflogp.service.worker.protocol import SEQUENCES
 from reflogp.store import Reference
 from reflogp.store.schema import one_array
 
-#: Maximum size of a request in bytes, its maximum number of prompts, and the maximum number of log-probs in a response.
-_MOST_BYTES, _MOST_PROMPTS, _MOST_LOGPS = 16 << 20, 1_024, 4 << 20
+#: Maximum size of a request in bytes, its maximum number of prompts, and the maximum number of log-probs in a response. Parsing
+#: takes about 40 bytes for each token id.
+_MOST_BYTES, _MOST_PROMPTS, _MOST_LOGPS = 8 << 20, 1_024, 4 << 20
 #: Number of responses that are written at the same time; each takes up to a gigabyte of memory.
 _WRITERS = 2
 _SECONDS = 600.0
