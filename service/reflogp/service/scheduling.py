@@ -202,37 +202,29 @@ class JobScheduler:
             logger.error("the end of the run could not be recorded: %s", error, extra={"job": job})
             return None
 
-    async def _record_end(self, running: _Running, message: dict[str, Any]) -> None:
+    async def _record_end(self, running: _Running, report: dict[str, Any] | None, reason: str = "") -> None:
+        """Record how a run ended, as its runner reports; if there is no report, why it ended."""
         job, source = running.claim.id, running.claim.source
-        match message["end"]:
-            case "done":
-                await self._finish(job, "done", summary=message["summary"])
-            case "failed":
-                await self._finish(job, "failed", error=message["error"].replace(source["file"], source["name"]))
-            case _ if message["error"] is None or running.cancelled:
-                await self._record_stop(running)
-            case _:
+        match report:
+            case {"end": "done", "summary": summary}:
+                await self._finish(job, "done", summary=summary)
+            case {"end": "failed", "error": error}:
+                await self._finish(job, "failed", error=error.replace(source["file"], source["name"]))
+            case {"error": str(error)} if not running.cancelled:
                 self._paused[job] = time.monotonic() + _STORE_PAUSE
-                await self._give_back(job, f"the store cannot be used: {shortened_without_secrets(message['error'])}")
-
-    async def _record_stop(self, running: _Running) -> None:
-        if running.cancelled:
-            await self._finish(running.claim.id, "cancelled")
-        else:
-            await self._give_back(running.claim.id, _STOPPED[running.stop_reason or "end"])
-
-    async def _record_death(self, running: _Running, reason: str) -> None:
-        job = running.claim.id
-        if running.stop_reason is not None:
-            await self._record_stop(running)
-            return
-        logger.warning("the process that ran the job ended: %s", reason, extra={"job": job})
-        self._deaths[job] += 1
-        if self._deaths[job] < _DEATHS:
-            await self._give_back(job, f"the process that ran the job ended: {reason}")
-        else:
-            error = f"{_DEATHS} processes that ran the job ended without making progress; the last time, {reason}"
-            await self._finish(job, "failed", error=error)
+                await self._give_back(job, f"the store cannot be used: {shortened_without_secrets(error)}")
+            case None if running.stop_reason is None:
+                logger.warning("the process that ran the job ended: %s", reason, extra={"job": job})
+                self._deaths[job] += 1
+                if self._deaths[job] < _DEATHS:
+                    await self._give_back(job, f"the process that ran the job ended: {reason}")
+                else:
+                    error = f"{_DEATHS} processes that ran the job ended without making progress; the last time, {reason}"
+                    await self._finish(job, "failed", error=error)
+            case _ if running.cancelled:
+                await self._finish(job, "cancelled")
+            case _:
+                await self._give_back(job, _STOPPED[running.stop_reason or "end"])
 
     async def _give_back(self, job: str, note: str) -> None:
         logger.info("job queued again: %s", note, extra={"job": job})
@@ -393,9 +385,7 @@ class JobScheduler:
         self.look()
         if report is not None:
             self._in_background(runner.wait())
-            await self._record_end(running, report)
-        else:
-            await self._record_death(running, reason)
+        await self._record_end(running, report, reason)
 
     def _progressed(self, running: _Running, message: dict[str, Any]) -> None:
         job, progress = running.claim.id, JobProgress(**message["progress"])
@@ -425,12 +415,12 @@ class JobScheduler:
             await self._finish(claim.id, "failed", error=what + detail)
             return False
         if running.stop_reason is not None:
-            await self._record_stop(running)
+            await self._record_end(running, None)
             return False
         try:
             running.runner = await start_process("run", order)
         except (OSError, EOFError) as error:  # the machine has no memory or no processes left
-            await self._record_death(running, f"it could not be started: {error}")
+            await self._record_end(running, None, f"it could not be started: {error}")
             return False
         logger.info("job started, pid %s, on worker %s", running.runner.pid, *running.workers, extra={"job": claim.id})
         for number in running.workers:
