@@ -23,7 +23,6 @@ from sides import make_model, make_tokenizer, quiet, read_pairs
 from reflogp.client import Client
 from reflogp.service import bodies
 from reflogp.service.routes import lookups, scores
-from reflogp.service.settings import ServerSettings
 from reflogp.store import Store
 from scoring import SHIPPED
 
@@ -68,7 +67,7 @@ def measured(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys, values = long_rows(512, 10_000)  # a look-up of as many of them as a request may name answers with 100 MB
     Store(folder / "store").create_table(REFERENCE).append(values)
-    size = ServerSettings.model_fields["max_body_bytes"].default
+    size = bodies._MAX_BODY_BYTES
     bounds = Bounds(
         size=size,
         json=bodies._MAX_JSON_BYTES,

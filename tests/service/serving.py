@@ -29,6 +29,7 @@ CONSTANTS = {
     "window_seconds": ("app", "_WINDOW_SECONDS"),
     "worker_late_seconds": ("pool", "_LATE_SECONDS"),
     "worker_silence_seconds": ("pool", "_SILENCE_SECONDS"),
+    "max_body_bytes": ("bodies", "_MAX_BODY_BYTES"),
     "max_json_bytes": ("bodies", "_MAX_JSON_BYTES"),
     "max_large_requests": ("bodies", "_MOST_LARGE"),
     "max_json_values": ("routes.lookups", "_MAX_JSON_VALUES"),

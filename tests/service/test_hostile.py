@@ -22,7 +22,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def service(place, reference_folder, warm_python):
-    bounds = {"max_body_bytes": 200_000, "max_upload_bytes": 300_000, "max_uploads_bytes": 400_000}
+    bounds = {"max_body_bytes": 200_000, "max_json_bytes": 200_000, "max_upload_bytes": 300_000, "max_uploads_bytes": 400_000}
     bounds |= {"max_score_sequences": 100, "max_score_tokens": 10_000}
     tokens = {name: (token, SCOPES[name]) for name, token in TOKENS.items()}
     file = settings_file(place, place / "store", {"ref": float32(reference_folder)}, tokens, **bounds)

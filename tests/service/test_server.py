@@ -47,7 +47,7 @@ def url(store, warm_python):
 @pytest.fixture(scope="module")
 def guarded(store, tmp_path_factory, warm_python):
     """A service with tokens and narrow bounds."""
-    bounds = {"max_body_bytes": 100_000, "max_lookup_keys": 5_000, "max_json_values": 1_000}
+    bounds = {"max_body_bytes": 100_000, "max_json_bytes": 100_000, "max_lookup_keys": 5_000, "max_json_values": 1_000}
     with serving(
         "--config", settings_file(tmp_path_factory.mktemp("settings"), store, {}, SCOPED, **bounds), warm=warm_python
     ) as found:

@@ -34,8 +34,8 @@ JSON = "application/json"
 #: A request whose body has more bytes than this is large. At most _MOST_LARGE of them are read and decoded at the same time.
 #: One that has waited for PATIENCE_SECONDS is rejected.
 _LARGE_BYTES, _MOST_LARGE, PATIENCE_SECONDS = 256 << 10, 4, 30.0
-#: Maximum size of a JSON body in bytes. Programs send Arrow streams.
-_MAX_JSON_BYTES = 2 << 20
+#: Maximum size in bytes of a body that is no dataset, and of a JSON body. Programs send Arrow streams.
+_MAX_BODY_BYTES, _MAX_JSON_BYTES = 64 << 20, 2 << 20
 #: Bodies of up to this many bytes are decoded in the event loop, because starting a thread would take longer.
 _DECODED_AT_ONCE = 64 << 10
 _SEND_ARROW = "send less data per request; for lookups and scoring, you can also send an Arrow stream, as reflogp.client does"
@@ -84,11 +84,14 @@ def content_length(request: Request) -> int | None:
     return int(declared) if declared.isascii() and declared.isdigit() else None
 
 
-async def read_body(request: Request, max_bytes: int, otherwise: str = "split the request into several requests") -> bytearray:
-    """Read a body of at most `max_bytes`.
+async def read_body(
+    request: Request, max_bytes: int | None = None, otherwise: str = "split the request into several requests"
+) -> bytearray:
+    """Read a body of at most `max_bytes`, by default _MAX_BODY_BYTES.
 
     Raise Problem 413 with the next step `otherwise` if the body is too long, and 400 if the sender disconnects.
     """
+    max_bytes = max_bytes or _MAX_BODY_BYTES
     too_long = Problem(413, f"the body is longer than {max_bytes:,} bytes", otherwise)
     if (content_length(request) or 0) > max_bytes:
         raise too_long
@@ -130,8 +133,8 @@ def require_type(request: Request, *accepted: str) -> str:
     return kind
 
 
-async def read_json(request: Request, model: type[Model], max_bytes: int, most: int = _MAX_JSON_BYTES) -> Model:
-    """Read a JSON body of at most `most` and at most `max_bytes` bytes, and return it as a pydantic model.
+async def read_json(request: Request, model: type[Model], max_bytes: int | None = None) -> Model:
+    """Read a JSON body of at most `max_bytes`, by default _MAX_JSON_BYTES, and return it as a pydantic model.
 
     Raises:
         RequestValidationError: the body does not match the model.
@@ -139,7 +142,7 @@ async def read_json(request: Request, model: type[Model], max_bytes: int, most: 
             `read_body` raises.
     """
     require_type(request, JSON)
-    body = await read_body(request, min(max_bytes, most), _SEND_ARROW)
+    body = await read_body(request, max_bytes or _MAX_JSON_BYTES, _SEND_ARROW)
     return await decoded(lambda body: _json_model(body, model), body)
 
 

@@ -145,9 +145,6 @@ class ServerSettings(BaseSettings):
         "Loopback names are always allowed. If `tokens` is set, IP addresses are always allowed too, and all names are allowed "
         "by default.",
     )
-    max_body_bytes: int = Field(
-        64 << 20, gt=0, description="Maximum size of a request body in bytes. For uploads, max_upload_bytes applies instead."
-    )
     state: Path | None = Field(
         None,
         description="State folder for jobs, uploads and results. Default: a folder for this store in ~/.local/state/reflogp.",

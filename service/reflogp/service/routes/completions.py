@@ -147,7 +147,7 @@ def completions_router(context: Context) -> APIRouter:
         `prompt_logprobs`, a token that is not among the K most probable ones has the rank K + 1.
         """
         async with context.large.turn_of(request):
-            asked = await read_json(request, CompletionRequest, context.settings.max_body_bytes, _MOST_BYTES)
+            asked = await read_json(request, CompletionRequest, _MOST_BYTES)
         model = asked.model or _only_model(list(context.registry.named()))
         served = context.registry.entry_of(model, context.registry.model_of(model).reference_id).top_k
         top_k, prompts = asked.check(), asked.prompts()

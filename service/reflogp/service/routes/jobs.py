@@ -35,9 +35,9 @@ _JobId = Annotated[str, Path(description="Id of the job, as returned when the jo
 
 def jobs_router(context: Context) -> APIRouter:
     router = APIRouter(tags=["jobs"])
-    settings, precompute, ledger = context.settings, context.precompute, context.ledger
-    reader = Depends(requires("read", settings.tokens))
-    scorer = Depends(requires("jobs", settings.tokens))
+    precompute, ledger, tokens = context.precompute, context.ledger, context.settings.tokens
+    reader = Depends(requires("read", tokens))
+    scorer = Depends(requires("jobs", tokens))
 
     @router.post(
         "/v1/jobs",
@@ -90,7 +90,7 @@ def jobs_router(context: Context) -> APIRouter:
             job, new = await precompute.submit(asked, who, idempotency_key, (file, digest))
         else:
             async with context.large.turn_of(request):
-                asked = await read_json(request, JobRequest, settings.max_body_bytes)
+                asked = await read_json(request, JobRequest)
             job, new = await precompute.submit(asked, who, idempotency_key)
         response.status_code = 201 if new else 200
         response.headers["Location"] = f"/v1/jobs/{job.id}"

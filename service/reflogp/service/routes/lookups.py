@@ -95,7 +95,7 @@ class LookupAnswer(BaseModel):
 
 def lookups_router(context: Context) -> APIRouter:
     router = APIRouter(dependencies=[Depends(requires("read", context.settings.tokens))])
-    settings, registry = context.settings, context.registry
+    registry = context.registry
 
     @router.get(
         "/v1/references",
@@ -162,7 +162,7 @@ def lookups_router(context: Context) -> APIRouter:
         if require_type(request, JSON, ARROW_STREAM) == ARROW_STREAM:
             found_in = await registry.threads.run(registry.snapshot, reference, snapshot)
             async with context.large.turn_of(request):
-                body = await read_body(request, settings.max_body_bytes)
+                body = await read_body(request)
                 keys = await decoded(lambda body: keys_of(body, _MAX_KEYS), body)
                 del body
             found = await registry.threads.run(find, found_in, keys)
@@ -176,7 +176,7 @@ def lookups_router(context: Context) -> APIRouter:
 
             return await _streamed(read)
         async with context.large.turn_of(request):
-            asked = await read_json(request, LookupRequest, settings.max_body_bytes)
+            asked = await read_json(request, LookupRequest)
         found_in = await registry.threads.run(registry.snapshot, reference, snapshot)
         keys = pa.array([bytes.fromhex(key) for key in asked.keys], KEY_TYPE)
         found = await registry.threads.run(find, found_in, keys)

@@ -147,11 +147,11 @@ def scores_router(context: Context) -> APIRouter:
         most = _MAX_TOKENS // (1 + served.top_k // 4)  # most probable tokens take more memory than the tokens themselves
         async with context.large.turn_of(request):
             if as_arrow:
-                body = await read_body(request, context.settings.max_body_bytes)
+                body = await read_body(request)
                 table = await decoded(lambda body: sequences_of(body, _MAX_SEQUENCES, most), body)
                 del body
             else:
-                asked = await read_json(request, ScoreRequest, context.settings.max_body_bytes)
+                asked = await read_json(request, ScoreRequest)
                 table = await to_thread.run_sync(_table_of, asked)
                 del asked
                 if token_count(table) > most:
