@@ -1,8 +1,20 @@
-"""A service of a test's own."""
+"""A folder for a file of tests, a client of its service, and a service of a test's own."""
 
 import pytest
 
+from reflogp.client import Client
 from tests.service.serving import float32, running, settings_file
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("place")
+
+
+@pytest.fixture
+def client(service):
+    with Client(service.url) as found:
+        yield found
 
 
 @pytest.fixture

@@ -17,11 +17,6 @@ PROMPTS = [[5, 9, 7, 30, 2], [5, 9, 7, 8], [11]]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return tmp_path_factory.mktemp("completions")
-
-
-@pytest.fixture(scope="module")
 def service(place, reference_folder, warm_python):
     references = {"ref": {**float32(reference_folder), "top_k": K}, "plain": {**float32(reference_folder), "dtype": "bfloat16"}}
     with running("--config", settings_file(place, place / "store", references), warm=warm_python) as found:

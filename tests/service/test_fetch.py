@@ -1,4 +1,4 @@
-"""Datasets by URI, from a real object store and a Hub on this machine: what is allowed arrives whole, all else is refused."""
+"""Datasets by URI, from a real object store: what is allowed arrives whole, all else is refused."""
 
 import gzip
 import hashlib
@@ -7,9 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.errors import DatasetError
-from reflogp.service import fetch as fetching
 from reflogp.service.dataset_files import DatasetFiles, Incoming
 from reflogp.service.fetch import FetchCancelledError, check_uri, fetch
 from reflogp.service.ledger import Ledger
@@ -17,7 +15,6 @@ from reflogp.service.problems import Problem
 from reflogp.service.settings import ServerSettings
 from reflogp.store import UsageError
 from reflogp.store.storage import open_filesystem
-from tests.store.hub_server import TOKEN, HubFaults, hub
 from tests.store.s3 import environment_of, s3_server
 
 BODY = b'{"prompt": "p", "chosen": "c", "rejected": "r"}\n' * 1000
@@ -180,80 +177,3 @@ def test_a_cancelled_object_leaves_nothing(bucket, folder):
     with pytest.raises(FetchCancelledError):
         get("s3://team/prefs/a.jsonl", folder, allowing("s3://team/"), lambda: True)
     assert list(folder.iterdir()) == [] and os.environ["AWS_REGION"]
-
-
-# The Hugging Face Hub
-
-
-@pytest.fixture(scope="module")
-def hub_of_team():
-    with hub() as found, pytest.MonkeyPatch.context() as monkeypatch:
-        files = {"prefs/a.jsonl": BODY, "prefs/b-c d.csv.gz": gzip.compress(BODY), "prefs/large.jsonl": b"x" * 3_000_000}
-        found.make("team/prefs", files)
-        found.make("team/secret", files)
-        found.make("team/prefs", {**files, "prefs/a.jsonl": BODY * 2})  # another commit
-        template = found.url + "/{repo_id}/resolve/{revision}/{filename}"
-        settings = {"ENDPOINT": found.url, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_OFFLINE": False}
-        for name, value in settings.items():
-            monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        yield found
-
-
-def test_files_of_the_hub_are_fetched(hub_of_team, folder, monkeypatch):
-    monkeypatch.setattr(fetching, "_CHUNK", 10_000)  # several requests
-    settings = allowing("hf://datasets/team/prefs/")
-    first = hub_of_team.repositories["team/prefs"].commits[0][0]
-    file, digest = get(f"hf://datasets/team/prefs@{first}/prefs/a.jsonl", folder, settings)
-    assert (file.name, digest, file.read_bytes()) == (f"{DIGEST}.jsonl", DIGEST, BODY)
-    assert get("hf://datasets/team/prefs/prefs/a.jsonl", folder, settings)[0].read_bytes() == BODY * 2
-    packed, _ = get("hf://datasets/team/prefs@main/prefs/a.jsonl", folder, allowing("hf://"))
-    assert packed.read_bytes() == BODY * 2
-    assert hub_of_team.downloaded.count("prefs/a.jsonl") > 10
-
-
-@pytest.mark.parametrize(
-    "uri, says",
-    [
-        ("hf://datasets/team/prefs/none.jsonl", "has no file none.jsonl"),
-        ("hf://datasets/team/prefs@none/prefs/a.jsonl", "the token has no permission to read it"),
-        ("hf://datasets/team/nothing/prefs/a.jsonl", "the token has no permission to read it"),
-        ("hf://datasets/team/prefs/prefs/large.jsonl", "larger than 1,000,000"),
-        ("hf://datasets/team/prefs/prefs", "does not end in"),
-        ("hf://datasets/a.jsonl", "is not the URI of a file on the Hub"),
-        ("hf://datasets/team/prefs@refs/pr/1/a.jsonl@b.jsonl", "is not the URI of a file on the Hub"),
-        ("hf://datasets/team/prefs@/a.jsonl", "is not the URI of a file on the Hub"),
-        ("hf://datasets/team/prefs/../secret/prefs/a.jsonl", "segment that is empty"),
-    ],
-)
-def test_files_of_the_hub_that_are_not_there_or_are_none(hub_of_team, folder, uri, says):
-    with pytest.raises(DatasetError, match=says):
-        get(uri, folder, allowing("hf://"))
-    assert list(folder.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "fault, says",
-    [
-        ({"status": 403}, "has no permission"),
-        ({"status": 404}, "has no permission|404"),
-        ({"most_bytes": 100}, "hf://"),
-        ({"downloads_left": 0}, "broken off"),
-    ],
-)
-def test_a_hub_that_fails_leaves_nothing(hub_of_team, folder, fault, says, monkeypatch):
-    monkeypatch.setattr(hub_of_team, "faults", HubFaults(**fault))
-    with pytest.raises(DatasetError, match=says):
-        get("hf://datasets/team/prefs/prefs/a.jsonl", folder, allowing("hf://datasets/team/"))
-    assert list(folder.iterdir()) == []
-
-
-def test_a_file_of_the_hub_is_a_dataset_where_no_service_is_asked(hub_of_team, tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    assert len(list(RowSource("hf://datasets/team/prefs/prefs/a.jsonl"))) == 2000
-    with pytest.raises(DatasetError, match=r"has no file none\.jsonl"):
-        RowSource("hf://datasets/team/prefs/none.jsonl")
-    with pytest.raises(DatasetError, match="does not end in"):
-        RowSource("hf://datasets/team/prefs/none.txt")
-    with pytest.raises(DatasetError, match="no such file"):  # a service's workers open files only
-        RowSource("hf://datasets/team/prefs/prefs/a.jsonl", confined=True)

@@ -16,11 +16,6 @@ OF_JOBS, ONLINE = {"jobber", "scorer", "boss"}, {"trainer", "scorer", "boss"}
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return tmp_path_factory.mktemp("hostile")
-
-
-@pytest.fixture(scope="module")
 def service(place, reference_folder, warm_python):
     bounds = {"max_body_bytes": 200_000, "max_json_bytes": 200_000, "max_upload_bytes": 300_000, "max_uploads_bytes": 400_000}
     bounds |= {"max_score_sequences": 100, "max_score_tokens": 10_000}

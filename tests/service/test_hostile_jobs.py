@@ -7,7 +7,7 @@ import httpx
 import pyarrow.parquet as pq
 import pytest
 
-from reflogp.client import Client, RequestRefusedError
+from reflogp.client import RequestRefusedError
 from reflogp.store.texts import MOST_CHARACTERS
 from tests.conftest import save_llama, write_rows
 from tests.scoring.hostile_rows import obedient, pair, write_raw
@@ -17,11 +17,6 @@ pytestmark = pytest.mark.slow
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 _LONG = "x" * 200_000
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return tmp_path_factory.mktemp("hostile-jobs")
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +31,6 @@ def service(place, model, warm_python):
         "--config", settings_file(place, place / "store", {"ref": float32(model)}, row_seconds=600), warm=warm_python
     ) as found:
         found.worker_ready()
-        yield found
-
-
-@pytest.fixture
-def client(service):
-    with Client(service.url) as found:
         yield found
 
 

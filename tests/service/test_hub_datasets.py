@@ -1,8 +1,9 @@
-"""Datasets of the Hub by name in jobs: the real huggingface_hub and `datasets`, against a server that speaks the Hub's API."""
+"""Datasets of the Hub in jobs: the real huggingface_hub and `datasets`, against a server that speaks the Hub's API."""
 
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import json
 import os
@@ -21,13 +22,15 @@ import pytest
 from reflogp.client import Client, NotAllowedError, RequestRefusedError, ServiceUri
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.errors import DatasetError
+from reflogp.service import fetch as fetching
 from reflogp.service.dataset_files import DatasetFiles, Incoming
 from reflogp.service.fetch import FetchCancelledError, check_uri, fetch
 from reflogp.service.ledger import Ledger
+from reflogp.service.problems import Problem
 from reflogp.service.settings import ServerSettings
 from reflogp.store import UsageError, sequence_keys
 from tests.service.serving import float32, running, settings_file, token_rows
-from tests.store.hub_server import TOKEN, Hub, hub
+from tests.store.hub_server import TOKEN, Hub, HubFaults, hub
 from tests.store.s3 import environment_of
 
 CARD = """---
@@ -80,6 +83,9 @@ def server(tmp_path_factory) -> Iterator[Hub]:
         split = {f"data/train-{part:05}-of-00002.jsonl.gz": gzip.compress(jsonl(numbered(part, 1))) for part in range(2)}
         found.make("team/plain", {**split, "data/test-00000-of-00001.jsonl.gz": gzip.compress(jsonl(numbered(50, 2)))})
         found.make("team/secret", {"a.jsonl": jsonl(numbered(0, 5))})
+        files = {"deep/a.jsonl": jsonl(numbered(0, 900)), "deep/large.jsonl": b"x" * 3_000_000}
+        found.make("team/files", files)
+        found.make("team/files", {**files, "deep/a.jsonl": jsonl(numbered(0, 901))})  # another commit
         yield found
         forkserver._forkserver._stop()
 
@@ -109,6 +115,69 @@ def fetched(uri: str, folder: Path, settings: ServerSettings = TEAM, **more) -> 
 def left(folder: Path) -> list[Path]:
     return list(folder.iterdir())
 
+
+# Files
+
+
+def test_files_of_the_hub_are_fetched(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(fetching, "_CHUNK", 10_000)  # several requests
+    server.downloaded.clear()
+    first = server.repositories["team/files"].commits[0][0]
+    for number, (revision, count) in enumerate({f"@{first}": 900, "": 901, "@main": 901}.items()):
+        content = jsonl(numbered(0, count))
+        file, digest = fetched(f"hf://datasets/team/files{revision}/deep/a.jsonl", tmp_path / str(number))
+        assert (file.name, file.read_bytes()) == (f"{digest}.jsonl", content) and digest == hashlib.sha256(content).hexdigest()
+    assert server.downloaded.count("deep/a.jsonl") > 10
+
+
+@pytest.mark.parametrize(
+    "uri, says",
+    [
+        ("hf://datasets/team/files/none.jsonl", "has no file none.jsonl"),
+        ("hf://datasets/team/files@none/deep/a.jsonl", "the token has no permission to read it"),
+        ("hf://datasets/team/nothing/deep/a.jsonl", "the token has no permission to read it"),
+        ("hf://datasets/team/files/deep/large.jsonl", "larger than 1,000,000"),
+        ("hf://datasets/team/files/deep", "does not end in"),
+        ("hf://datasets/a.jsonl", "is not the URI of a file on the Hub"),
+        ("hf://datasets/team/files@refs/pr/1/a.jsonl@b.jsonl", "is not the URI of a file on the Hub"),
+        ("hf://datasets/team/files@/a.jsonl", "is not the URI of a file on the Hub"),
+        ("hf://datasets/team/files/../secret/deep/a.jsonl", "segment that is empty"),
+    ],
+)
+def test_files_of_the_hub_that_are_not_there_or_are_none(server, folder, uri, says):
+    with pytest.raises((DatasetError, Problem), match=says):
+        fetched(uri, folder, allowing("hf://"))
+    assert not folder.exists() or left(folder) == []
+
+
+@pytest.mark.parametrize(
+    "fault, says",
+    [
+        ({"status": 403}, "has no permission"),
+        ({"status": 404}, "has no permission|404"),
+        ({"most_bytes": 100}, "hf://"),
+        ({"downloads_left": 0}, "broken off"),
+    ],
+)
+def test_a_hub_that_fails_leaves_nothing(server, folder, fault, says, monkeypatch):
+    monkeypatch.setattr(server, "faults", HubFaults(**fault))
+    with pytest.raises(DatasetError, match=says):
+        fetched("hf://datasets/team/files/deep/a.jsonl", folder)
+    assert left(folder) == []
+
+
+def test_a_file_of_the_hub_is_a_dataset_where_no_service_is_asked(server, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert len(list(RowSource("hf://datasets/team/files/deep/a.jsonl"))) == 901
+    with pytest.raises(DatasetError, match=r"has no file none\.jsonl"):
+        RowSource("hf://datasets/team/files/none.jsonl")
+    with pytest.raises(DatasetError, match="does not end in"):
+        RowSource("hf://datasets/team/files/none.txt")
+    with pytest.raises(DatasetError, match="no such file"):  # a service's workers open files only
+        RowSource("hf://datasets/team/files/deep/a.jsonl", confined=True)
+
+
+# Whole datasets
 
 SPLITS = {
     ("team/prefs", None, "train"): 120,

@@ -26,22 +26,11 @@ from tests.service.serving import float32, running, settings_file, token_rows, w
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return tmp_path_factory.mktemp("jobs")
-
-
-@pytest.fixture(scope="module")
 def service(place, reference_folder, warm_python):
     (place / "data").mkdir()
     file = settings_file(place, place / "store", {"ref": float32(reference_folder)}, dataset_roots=[str(place / "data")])
     with running("--config", file, warm=warm_python) as found:
         found.worker_ready()
-        yield found
-
-
-@pytest.fixture
-def client(service):
-    with Client(service.url) as found:
         yield found
 
 

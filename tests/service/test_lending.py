@@ -104,17 +104,6 @@ def test_a_job_in_line_takes_a_helper_away(service, tmp_path, reference_folder):
     values_are_those_of_one_engine(write_rows(tmp_path / "all.jsonl", everything), reference_folder, tmp_path)
 
 
-@pytest.mark.slow
-def test_a_cancelled_job_lets_its_helper_go(service, tmp_path):
-    with Client(service.url) as client:
-        job = client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(1800, seed=7)), "ref")
-        wait_until(lambda: lent(service))
-        client.cancel(job.id)
-        assert client.watch(job.id).state == "cancelled"
-        other = client.watch(client.submit(write_rows(tmp_path / "few.jsonl", token_rows(4, seed=8)), "ref").id)
-        assert other.state == "done"
-
-
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 KILLED = "the sequence killed two workers (killed by SIGKILL"
 

@@ -26,11 +26,6 @@ MOST_WORKER_GROWTH = 64 * MIB
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return tmp_path_factory.mktemp("memory")
-
-
-@pytest.fixture(scope="module")
 def long_key(place):
     """A key of a store whose rows have 20,000 values each."""
     keys, rows = long_rows(64, 20_000)

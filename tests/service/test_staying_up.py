@@ -37,11 +37,6 @@ def relay():
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return tmp_path_factory.mktemp("staying")
-
-
-@pytest.fixture(scope="module")
 def service(place, reference_folder, relay):
     """A service with little patience; its uploads and fetched datasets have ROOM bytes."""
     settings = {"token_budget": 128, "commit_seconds": 0.1, "ledger_seconds": 0.3}
@@ -51,12 +46,6 @@ def service(place, reference_folder, relay):
         answer = httpx.get(f"{found.url}/readyz")
         assert (answer.status_code, "worker 0 is starting" in answer.text) == (503, True)
         wait_until(lambda: ready(found.url))
-        yield found
-
-
-@pytest.fixture
-def client(service):
-    with Client(service.url) as found:
         yield found
 
 

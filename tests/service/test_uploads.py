@@ -195,15 +195,3 @@ def test_a_file_that_a_job_is_about_to_name_is_kept(place):
     place.uploads.delete("a.jsonl")
     assert place.datasets.collect() == 0
     assert resolved.exists()
-
-
-def test_unknown_names(place):
-    place.send("a.jsonl", b"x")
-    for ask in (place.uploads.get, place.uploads.delete, place.uploads.resolve):
-        with pytest.raises(Problem) as caught:
-            ask("b.jsonl")
-        assert caught.value.status == 404
-    [file] = place.folder.iterdir()
-    file.unlink()
-    with pytest.raises(Problem):
-        place.uploads.resolve("a.jsonl")
