@@ -151,7 +151,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
 
 def _devices(settings: ServerSettings, registry: ReferenceRegistry) -> list[Place]:
     """Return the device of each worker. The list is empty if no models are configured."""
-    models = [settings.references[name] for name in registry.named()]
+    models = [served.settings for served in registry.named.values()]
     if not models:
         return []
     engines = {model.engine for model in models}
@@ -166,11 +166,9 @@ def _configurations(
 
     Raise UsageError if two references with the same model and dtypes have different engines or engine settings.
     """
-    named = registry.named()
     models: dict[str, ReferenceSettings] = {}
-    for name, reference in named.items():
-        model = settings.references[name]
-        if models.setdefault(reference.reference_id, model).choice() != model.choice():
+    for name, served in registry.named.items():
+        if models.setdefault(served.reference.reference_id, served.settings).choice() != served.settings.choice():
             raise UsageError(
                 f"references.{name} has the same model and dtypes as another reference, but a different engine or different "
                 "engine settings: remove one of the two references"
@@ -180,7 +178,7 @@ def _configurations(
         "token_budget": settings.token_budget,
         "models": models,
         "capacity": settings.max_loaded,
-        "pinned": named[settings.pinned].reference_id if settings.pinned is not None else None,
+        "pinned": registry.named[settings.pinned].reference.reference_id if settings.pinned is not None else None,
         "store": registry.store.uri,
         "commit_seconds": _COMMIT_SECONDS,
         "window_seconds": _WINDOW_SECONDS,

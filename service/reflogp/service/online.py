@@ -110,10 +110,11 @@ class OnlineScoring:
                 or the model can never be loaded. 503: no worker can respond. 504: the deadline has passed.
         """
         deadline = time.monotonic() + deadline_seconds
-        model = self._registry.model_of(reference)
+        served = self._registry.served(reference)
+        model = served.reference
         if not len(sequences):
             return Scored((TOP_OUTCOMES if top_k else OUTCOMES).empty_table(), model.reference_id, 0, 0.0, 0.0, None)
-        if temperature != 1.0 and not self._registry.supports_temperature(model.reference_id):
+        if temperature != 1.0 and served.settings.engine != "torch":
             raise UsageError(f"temperature {temperature}: the engine of {reference!r} supports only temperature 1")
         known: list[Any] = [None] * len(sequences)
         snapshot = None
@@ -267,7 +268,7 @@ class OnlineScoring:
 
     def _look_up(self, reference_id: str, sequences: pa.Table, top_k: int) -> tuple[list[Any], int | None]:
         """Return the stored value columns of each sequence (None if there are none), and the number of the snapshot, if any."""
-        served = self._registry.entry_of(reference_id, reference_id).top_k if top_k else 0  # the table that workers write to
+        served = self._registry.served(reference_id).settings.top_k if top_k else 0  # the table that workers write to
         try:
             snapshot = self._registry.snapshot(reference_id, None, served)
         except ReferenceNotFoundError:

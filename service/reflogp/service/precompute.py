@@ -83,7 +83,8 @@ class Precompute:
             Problem: the dataset cannot be read or is not allowed, the idempotency key was already used for a different job
                 (409), or too many jobs are queued (429).
         """
-        reference = self._registry.model_of(request.reference)
+        served = self._registry.served(request.reference)
+        reference = served.reference
         if received is not None:
             file, digest = received
             source = {"name": str(request.dataset.upload), "file": str(file), "digest": digest, "split": request.dataset.split}
@@ -96,7 +97,7 @@ class Precompute:
             "path": source["file"] if "path" in source else None,  # rows may name image files by paths relative to the dataset
             "split": request.dataset.split,
             **({} if request.dataset.config is None else {"config": request.dataset.config}),
-            **({"top_k": top_k} if (top_k := self._registry.entry_of(request.reference, reference.reference_id).top_k) else {}),
+            **({"top_k": served.settings.top_k} if served.settings.top_k else {}),
             "tokenizer": await self._models.run(self._registry.tokenizer_digest, request.reference),
         }
         content = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()

@@ -59,6 +59,14 @@ class RegisteredReference:
     problem: str | None = None  # why the table cannot be read
 
 
+@dataclass(frozen=True)
+class Served:
+    """A reference in the settings, for which the service has a model."""
+
+    reference: Reference
+    settings: ReferenceSettings
+
+
 def with_dtypes(settings: ServerSettings) -> ServerSettings:
     """Return the settings with a dtype in place of each dtype "auto", chosen as `reflogp score` chooses it."""
     chosen = {}
@@ -90,11 +98,7 @@ class ReferenceRegistry:
     def __init__(self, settings: ServerSettings) -> None:
         self.store = Store(settings.store)
         require_scheme(self.store.uri)
-        self._named = {
-            name: describe_reference(entry.model, entry.dtype, lm_head_dtype=entry.lm_head_dtype, revision=entry.revision)
-            for name, entry in settings.references.items()
-        }
-        self._models = dict(settings.references)
+        self.named = {name: Served(_described(entry), entry) for name, entry in settings.references.items()}
         self._tables: dict[tuple[str, int], LogprobTable] = {}  # by id or name of the reference, and top_k
         self._locks: dict[tuple[str, int], Lock] = {}
         #: Threads for all calls that read the store.
@@ -127,68 +131,53 @@ class ReferenceRegistry:
 
     def list(self) -> list[RegisteredReference]:
         """Return all references that are named in the settings or have values in the store, sorted by id."""
-        names = {reference.reference_id: name for name, reference in self._named.items()}
+        names = {served.reference.reference_id: name for name, served in self.named.items()}
         stored = self._stored()
-        listed = {**{r.reference_id: r for r in self._named.values()}, **stored}
+        listed = {**{served.reference.reference_id: served.reference for served in self.named.values()}, **stored}
         return [
-            self._described(names.get(key), reference) if key in stored else RegisteredReference(names.get(key), reference)
+            self._with_size(names.get(key), reference) if key in stored else RegisteredReference(names.get(key), reference)
             for key, reference in sorted(listed.items())
         ]
 
-    def _described(self, name: str | None, reference: Reference) -> RegisteredReference:
+    def _with_size(self, name: str | None, reference: Reference) -> RegisteredReference:
         try:
             table = self.table(reference.reference_id)
             return RegisteredReference(name, reference, table.snapshot_number(), *table.totals())
         except DamagedStoreError as error:  # the other references can still be read
             return RegisteredReference(name, reference, problem=str(error))
 
-    def model_of(self, name_or_id: str) -> Reference:
+    def served(self, name_or_id: str, reference_id: str | None = None) -> Served:
         """Return the reference in the settings that has the given name or id; for others, the service has no models.
+
+        With `reference_id`, return the one of this name and id, or else the first one of this id: several references can have
+        the same weights, and so the same id, with different tokenizers.
 
         Raises ReferenceNotFoundError.
         """
-        by_id = {reference.reference_id: reference for reference in self._named.values()}
-        found = self._named.get(name_or_id) or by_id.get(name_or_id)
+        found = self.named.get(name_or_id)
+        if found is None or reference_id not in (None, found.reference.reference_id):
+            key = reference_id or name_or_id
+            found = next((served for served in self.named.values() if served.reference.reference_id == key), None)
         if found is None:
             raise ReferenceNotFoundError(
                 f"this service has no model for reference {name_or_id!r}; references with a model: "
-                f"{', '.join(self._named) or 'none'}"
+                f"{', '.join(self.named) or 'none'}"
             )
         return found
 
-    def entry_of(self, name_or_id: str, reference_id: str) -> ReferenceSettings:
-        """Return the settings of the reference with this name and id, or else of the first one with this id.
-
-        Several references can have the same weights, and so the same id, with different tokenizers. Raises
-        ReferenceNotFoundError if the settings no longer have a reference with this id.
-        """
-        names = [name for name, reference in self._named.items() if reference.reference_id == reference_id]
-        if not names:
-            raise ReferenceNotFoundError(f"this service has no model for reference {reference_id!r} any more")
-        return self._models[name_or_id if name_or_id in names else names[0]]
-
     def tokenizer_digest(self, name_or_id: str) -> str | None:
         """Return the digest of the current tokenizer files of a reference's model, or None if the files cannot be read."""
-        entry = self.entry_of(name_or_id, self.model_of(name_or_id).reference_id)
+        entry = self.served(name_or_id).settings
         with suppress(ReflogpError):
             return read_tokenizer_files(str(resolve_model(entry.model, entry.revision))).digest
         return None
-
-    def named(self) -> dict[str, Reference]:
-        return dict(self._named)
-
-    def supports_temperature(self, reference_id: str) -> bool:
-        return any(
-            reference.reference_id == reference_id and self._models[name].engine == "torch"
-            for name, reference in self._named.items()
-        )
 
     def table(self, name_or_id: str, top_k: int = 0) -> LogprobTable:
         """Return the table of a reference, or the one with the `top_k` most probable tokens of each position.
 
         Raises ReferenceNotFoundError for an unknown reference or one without stored values.
         """
-        named = self._named.get(name_or_id)
+        named = self.named[name_or_id].reference if name_or_id in self.named else None
         key = named.reference_id if named else name_or_id
         table = self._tables.get((key, top_k))
         if table is not None:
@@ -233,6 +222,10 @@ class ReferenceRegistry:
             snapshot = table.snapshot(number)
             snapshot.stored_lengths(_NO_KEYS)
             return snapshot
+
+
+def _described(entry: ReferenceSettings) -> Reference:
+    return describe_reference(entry.model, entry.dtype, lm_head_dtype=entry.lm_head_dtype, revision=entry.revision)
 
 
 def _is_id(text: str) -> bool:

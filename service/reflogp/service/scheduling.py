@@ -434,10 +434,9 @@ class JobScheduler:
 
         Raises ReferenceNotFoundError if the reference is no longer served, and PathError if its dataset is not allowed.
         """
-        model, file = self._registry.entry_of(claim.settings.reference, claim.reference_id), Path(claim.source["file"])
+        served, file = self._registry.served(claim.settings.reference, claim.reference_id), Path(claim.source["file"])
         root = str(await self._threads.run(root_of, file, self._settings)) if "path" in claim.source else None
-        reference = self._registry.model_of(claim.reference_id)
-        return JobOrder(claim, reference, model, root, self.context)
+        return JobOrder(claim, served.reference, served.settings, root, self.context)
 
     def _cancel(self, running: _Running) -> None:
         running.cancelled = True

@@ -126,8 +126,8 @@ def completions_router(context: Context) -> APIRouter:
         """List the references by name, in the format of OpenAI's and vLLM's `GET /v1/models`."""
         about = {"object": "model", "created": 0, "owned_by": "reflogp"}
         found = [
-            {"id": name, **about, "root": reference.name, "max_model_len": _positions_of(reference)}
-            for name, reference in context.registry.named().items()
+            {"id": name, **about, "root": served.reference.name, "max_model_len": _positions_of(served.reference)}
+            for name, served in context.registry.named.items()
         ]
         return {"object": "list", "data": found}
 
@@ -148,8 +148,8 @@ def completions_router(context: Context) -> APIRouter:
         """
         async with context.large.turn_of(request):
             asked = await read_json(request, CompletionRequest, _MOST_BYTES)
-        model = asked.model or _only_model(list(context.registry.named()))
-        served = context.registry.entry_of(model, context.registry.model_of(model).reference_id).top_k
+        model = asked.model or _only_model(list(context.registry.named))
+        served = context.registry.served(model).settings.top_k
         top_k, prompts = asked.check(), asked.prompts()
         if top_k > served:
             raise Problem(

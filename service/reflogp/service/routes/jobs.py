@@ -82,7 +82,7 @@ def jobs_router(context: Context) -> APIRouter:
         if kind in DATASET_TYPES:
             if query.reference is None:
                 raise Problem(404, "the query string does not name a reference", "add ?reference=NAME")
-            context.registry.model_of(query.reference)
+            context.registry.served(query.reference)
             chunks, length = stream_chunks(request), content_length(request)
             file, digest, _ = await context.uploads.receive_nameless(DATASET_TYPES[kind], chunks, length)
             name = f"job-{secrets.token_hex(8)}{DATASET_TYPES[kind]}"  # for display only; there is no upload with this name

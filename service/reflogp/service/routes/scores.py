@@ -143,8 +143,8 @@ def scores_router(context: Context) -> APIRouter:
         sequences still get values.
         """
         as_arrow = require_type(request, JSON, ARROW_STREAM) == ARROW_STREAM
-        served = context.registry.entry_of(reference, context.registry.model_of(reference).reference_id)
-        most = _MAX_TOKENS // (1 + served.top_k // 4)  # most probable tokens take more memory than the tokens themselves
+        top_k = context.registry.served(reference).settings.top_k
+        most = _MAX_TOKENS // (1 + top_k // 4)  # most probable tokens take more memory than the tokens themselves
         async with context.large.turn_of(request):
             if as_arrow:
                 body = await read_body(request)
