@@ -79,10 +79,11 @@ def workers(*loaded: list[str], capacity: int = 1) -> list:
 @pytest.fixture
 def online(tmp_path):
     settings = ServerSettings(store=str(tmp_path / "store"), max_queued_tokens=10_000)
-    found = OnlineScoring(settings, ReferenceRegistry(settings), Metrics())
+    workers = SimpleNamespace()
+    found = OnlineScoring(settings, ReferenceRegistry(settings), Metrics(), workers)
 
     def choose(pool, count, tokens=1_000):
-        found.start(SimpleNamespace(workers=pool))
+        workers.workers = pool
         for number in range(count):
             worker = found._worker_for("a", tokens)
             found._pending[str(number)] = SimpleNamespace(worker=worker, tokens=tokens)

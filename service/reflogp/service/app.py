@@ -87,11 +87,6 @@ def create_app(settings: ServerSettings) -> FastAPI:
     shared = JobContext(
         registry.store.uri, folder / "results", folder / "tokens", settings.max_uploads_bytes // 3, _ROW_SECONDS, most
     )
-    scheduler = JobScheduler(settings, ledger, registry, files, metrics, shared)
-    precompute = Precompute(settings, ledger, registry, uploads, files, scheduler)
-    online = OnlineScoring(settings, registry, metrics)
-    large = LargeRequests()
-    context = Context(settings, registry, ledger, precompute, scheduler, online, uploads, metrics, large)
 
     def on_frame(worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
         online.on_frame(worker, message, body)
@@ -106,11 +101,14 @@ def create_app(settings: ServerSettings) -> FastAPI:
     sockets = tempfile.TemporaryDirectory(prefix="reflogp-")  # a short path, which no other user can enter
     configurations = _configurations(settings, registry, Path(sockets.name), _devices(settings, registry))
     pool = Pool(configurations, on_frame, on_death, most)
+    online = OnlineScoring(settings, registry, metrics, pool)
+    scheduler = JobScheduler(settings, ledger, registry, files, metrics, pool, shared)
+    precompute = Precompute(settings, ledger, registry, uploads, files, scheduler)
+    context = Context(settings, registry, ledger, precompute, scheduler, online, pool, uploads, metrics, LargeRequests())
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        online.start(pool)
-        scheduler.start(pool)
+        scheduler.start()
         pool.start()
         work: dict[str, Callable[[], Awaitable[None]]] = {
             "checking the store": registry.watch,
@@ -139,7 +137,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
     )
     app.state.context = context
     problems.install(app)
-    app.include_router(health_router(context, pool))
+    app.include_router(health_router(context))
     app.include_router(lookups_router(context))
     app.include_router(scores_router(context))
     app.include_router(completions_router(context))

@@ -9,6 +9,7 @@ from reflogp.service.dataset_files import Uploads
 from reflogp.service.ledger import Ledger
 from reflogp.service.metrics import Metrics
 from reflogp.service.online import OnlineScoring
+from reflogp.service.pool import Pool
 from reflogp.service.precompute import Precompute
 from reflogp.service.registry import ReferenceRegistry
 from reflogp.service.scheduling import JobScheduler
@@ -25,6 +26,7 @@ class Context:
     precompute: Precompute
     scheduler: JobScheduler
     online: OnlineScoring
+    pool: Pool
     uploads: Uploads
     metrics: Metrics
     large: LargeRequests

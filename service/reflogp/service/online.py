@@ -68,17 +68,14 @@ class _Pending:
 
 
 class OnlineScoring:
-    def __init__(self, settings: ServerSettings, registry: ReferenceRegistry, metrics: Metrics) -> None:
+    def __init__(self, settings: ServerSettings, registry: ReferenceRegistry, metrics: Metrics, pool: Pool) -> None:
         self._settings = settings
         self._registry = registry
         self._metrics = metrics
-        self._pool: Pool | None = None
+        self._pool = pool
         self._pending: dict[str, _Pending] = {}
         self._ids = itertools.count()
         self._tokens_per_second = 0.0
-
-    def start(self, pool: Pool) -> None:
-        self._pool = pool
 
     def queued_tokens(self, worker: WorkerHandle | None = None) -> int:
         return sum(entry.tokens for entry in self._pending.values() if worker is None or entry.worker is worker)
@@ -219,7 +216,6 @@ class OnlineScoring:
 
         Raises Problem: 503 if no worker can respond, 429 if too many tokens are queued for each of them.
         """
-        assert self._pool is not None
         working = [worker for worker in self._pool.workers if not worker.broken and not worker.late]
         if not working:
             raise _no_worker(self._pool.workers[0])

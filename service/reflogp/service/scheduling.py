@@ -96,12 +96,14 @@ class JobScheduler:
         registry: ReferenceRegistry,
         files: DatasetFiles,
         metrics: Metrics,
+        pool: Pool,
         context: JobContext,
     ) -> None:
         self._settings = settings
         self._ledger = ledger
         self._registry = registry
         self._metrics = metrics
+        self._pool = pool
         self.context = context
         context.results.mkdir(parents=True, exist_ok=True)
         for folder in (context.results, context.tokens):
@@ -109,7 +111,6 @@ class JobScheduler:
                 partial_file.unlink(missing_ok=True)
         self._fetching = Fetching(settings, ledger, files, self._fetch_changed, self._finish)
         self._threads = Threads("the dataset's file system", 4)
-        self._pool: Pool
         self._running: dict[str, _Running] = {}  # job id -> the running job
         # id of a running or queued job -> how many of its runners have died since values of the job were last committed
         self._deaths: Counter[str] = Counter()
@@ -120,9 +121,8 @@ class JobScheduler:
         self._tasks: list[asyncio.Task[None]] = []
         self.closing = False
 
-    def start(self, pool: Pool) -> None:
+    def start(self) -> None:
         """Start the background tasks. Jobs that were unfinished when the service last stopped are continued."""
-        self._pool = pool
         self.look()
         work = {"assigning jobs": self._assign_for_ever, "fetching datasets": self._fetching.run}
         self._tasks = [asyncio.create_task(supervise(name, run)) for name, run in work.items()]

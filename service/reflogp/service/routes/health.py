@@ -15,7 +15,7 @@ from reflogp.service.auth import requires
 from reflogp.service.context import Context
 from reflogp.service.ledger_file import LedgerError
 from reflogp.service.models import JOB_STATES
-from reflogp.service.pool import Pool, WorkerHandle, memory_of
+from reflogp.service.pool import WorkerHandle, memory_of
 from reflogp.service.problems import Problem, documented
 
 
@@ -26,8 +26,8 @@ class Health(BaseModel):
     version: str = Field(description="Version of reflogp.")
 
 
-def health_router(context: Context, pool: Pool) -> APIRouter:
-    router = APIRouter(tags=["health"])
+def health_router(context: Context) -> APIRouter:
+    router, pool = APIRouter(tags=["health"]), context.pool
 
     @router.get("/healthz", summary="Check that the process responds", response_description="The process responds.")
     async def healthz() -> Health:
