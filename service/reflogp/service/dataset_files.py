@@ -34,9 +34,7 @@ from reflogp.store.texts import byte_count
 _PARTIAL = ".partial-"
 #: A dataset is kept for at least this many seconds after it arrived or was named in a request: the job that will use it may not
 #: be in the ledger yet.
-_GRACE_SECONDS = 600
-#: The same, if space is needed.
-_SHORT_GRACE_SECONDS = 60
+_GRACE_SECONDS = 120
 
 #: Number of received bytes to collect in memory before a background thread writes them to disk.
 _WRITE_BYTES = 256 << 10
@@ -68,9 +66,9 @@ class DatasetFiles:
                 return None
             return self.folder / name
 
-    def collect(self, grace_seconds: float = _GRACE_SECONDS) -> int:
+    def collect(self) -> int:
         """Delete the datasets that nobody needs, and return how many were deleted."""
-        deleted, before = 0, time.time() - grace_seconds
+        deleted, before = 0, time.time() - _GRACE_SECONDS
         with self._naming:
             needed = self._ledger.files_in_use()
             for dataset in self.folder.iterdir():
@@ -85,7 +83,7 @@ class DatasetFiles:
     def take(self, size: int) -> None:
         """Count `size` bytes as used. Raise Problem 507 if they do not fit even after unneeded datasets are deleted."""
         if not self._taken(size):
-            self.collect(_SHORT_GRACE_SECONDS)
+            self.collect()
             if not self._taken(size):
                 raise self.no_room()
 
@@ -98,7 +96,7 @@ class DatasetFiles:
             507,
             f"uploads and fetched datasets may take at most {byte_count(self._most_together)} (max_uploads_bytes), and there "
             "is not enough space for this dataset",
-            "delete uploads that you no longer need (DELETE /v1/uploads/NAME), or wait until a minute after other jobs have "
+            "delete uploads that you no longer need (DELETE /v1/uploads/NAME), or wait until two minutes after other jobs have "
             "ended, or until failed and cancelled jobs are deleted (keep_days)",
         )
 
