@@ -209,34 +209,17 @@ def settled(value) -> Future:
     return future
 
 
-class OtherProcess:
+def other_process(error=None):
     """A worker whose engine cannot be loaded, or scores one sequence."""
-
-    place = "there"
-
-    def __init__(self, error=None):
-        self._error = error
-
-    def prepare(self):
-        future = Future()
-        future.set_exception(self._error) if self._error else future.set_result({})
-        return future
-
-    def score(self, content, again):
-        return settled({"token_counts": (3, 3), "problems": {}, "snapshot": 1})
-
-    def stop(self):
-        return settled(None)
-
-    def progress(self):
-        return None
-
-    def end(self):
-        pass
+    prepared = Future()
+    prepared.set_exception(error) if error else prepared.set_result({})
+    scored = settled({"token_counts": (3, 3), "problems": {}, "snapshot": 1})
+    calls = {"prepare": lambda: prepared, "stop": lambda: settled(None), "progress": lambda: None, "end": lambda: None}
+    return SimpleNamespace(place="there", score=lambda content, again: scored, **calls)
 
 
 def test_a_worker_that_cannot_load_the_model_leaves_the_job_to_the_others():
-    lent = [OtherProcess(EngineError("the GPU has no memory left")), OtherProcess()]
+    lent = [other_process(EngineError("the GPU has no memory left")), other_process()]
     source = SimpleNamespace(count=2, open=lambda table: None)
     source.begin = lambda have, is_any_placed: [lent.pop(0) for _ in list(lent)]
     events = []
@@ -246,7 +229,7 @@ def test_a_worker_that_cannot_load_the_model_leaves_the_job_to_the_others():
         scheduler.put([Miss(bytes(16), Sequence(np.array([1, 2]), np.array([3])), 1, [0])], 0)
         scheduler.finish()
     assert [type(event).__name__ for event in events] == ["Scored", "Committed"]
-    lent.append(OtherProcess(EngineError("the GPU has no memory left")))
+    lent.append(other_process(EngineError("the GPU has no memory left")))
     alone = Scheduler(workers=source)
     alone.open(None, events.append)
     with pytest.raises(EngineError, match="there: the GPU has no memory left"):

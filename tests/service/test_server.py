@@ -11,15 +11,12 @@ import httpx
 import numpy as np
 import pyarrow as pa
 import pytest
-from jsonschema import Draft202012Validator
-from pydantic import ValidationError
 
 from reflogp.client import (
     Client,
     ServiceUnreachableError,
 )
 from reflogp.service.bodies import keys_of, sequences_of
-from reflogp.service.models import DatasetSpec
 from reflogp.service.problems import Problem
 from reflogp.store import Store, UsageError
 from tests.service.serving import float32, running, serving, settings_file, wait_until
@@ -268,18 +265,6 @@ def test_the_openapi_document_is_kept(store, tmp_path, reference_folder, warm_py
         command += [f"Authorization: Bearer {TOKENS['boss']}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:]
-
-
-def test_the_schema_of_a_dataset_accepts_what_the_route_accepts():
-    schema = Draft202012Validator(DatasetSpec.model_json_schema())
-    given = {"upload": "a.jsonl", "path": "/a", "uri": "hf://datasets/a/b", "config": "c"}
-    for present in itertools.product((True, False, None), repeat=len(given)):
-        spec = {name: given[name] if there else None for name, there in zip(given, present, strict=True) if there is not None}
-        try:
-            accepted = bool(DatasetSpec.model_validate(spec))
-        except ValidationError:
-            accepted = False
-        assert schema.is_valid(spec) == accepted, spec
 
 
 @pytest.mark.parametrize(
