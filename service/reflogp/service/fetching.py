@@ -69,7 +69,7 @@ class Fetching:
         while True:
             self._news.clear()
             free = _MOST_FETCHES - len(self._fetches)
-            if free > 0:
+            if free > 0 and self._ledger.trouble is None:  # otherwise, the end of a fetch could not be recorded
                 with suppress(LedgerError):  # the next round reads the ledger again
                     for job, source in await to_thread.run_sync(self._ledger.to_fetch, free, list(self._fetches)):
                         stop = threading.Event()
