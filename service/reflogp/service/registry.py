@@ -30,8 +30,6 @@ from reflogp.store import (
     Store,
     StoreUnavailableError,
     UsageError,
-    describe_reference,
-    resolve_model,
 )
 from reflogp.store.keys import KEY_TYPE
 from reflogp.store.reference import AUTO
@@ -98,7 +96,7 @@ class ReferenceRegistry:
     def __init__(self, settings: ServerSettings) -> None:
         self.store = Store(settings.store)
         require_scheme(self.store.uri)
-        self.named = {name: Served(_described(entry), entry) for name, entry in settings.references.items()}
+        self.named = {name: Served(entry.reference(), entry) for name, entry in settings.references.items()}
         self._tables: dict[tuple[str, int], LogprobTable] = {}  # by id or name of the reference, and top_k
         self._locks: dict[tuple[str, int], Lock] = {}
         #: Threads for all calls that read the store.
@@ -169,7 +167,7 @@ class ReferenceRegistry:
         """Return the digest of the current tokenizer files of a reference's model, or None if the files cannot be read."""
         entry = self.served(name_or_id).settings
         with suppress(ReflogpError):
-            return read_tokenizer_files(str(resolve_model(entry.model, entry.revision))).digest
+            return read_tokenizer_files(entry.folder()).digest
         return None
 
     def table(self, name_or_id: str, top_k: int = 0) -> LogprobTable:
@@ -222,10 +220,6 @@ class ReferenceRegistry:
             snapshot = table.snapshot(number)
             snapshot.stored_lengths(_NO_KEYS)
             return snapshot
-
-
-def _described(entry: ReferenceSettings) -> Reference:
-    return describe_reference(entry.model, entry.dtype, lm_head_dtype=entry.lm_head_dtype, revision=entry.revision)
 
 
 def _is_id(text: str) -> bool:

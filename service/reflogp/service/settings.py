@@ -30,7 +30,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from reflogp.scoring.engines import EngineChoice, EngineName
 from reflogp.scoring.vllm_engine.options import check_options
-from reflogp.store.errors import UsageError
+from reflogp.store import Reference, UsageError, describe_reference, resolve_model
 from reflogp.store.storage import PLACES, normalize_uri
 
 #: What a token permits. read: all requests that only read. jobs: also submit, cancel and retry jobs, and send and delete
@@ -111,6 +111,12 @@ class ReferenceSettings(BaseModel):
         except UsageError as error:
             raise ValueError(str(error)) from error
         return self
+
+    def folder(self) -> str:
+        return str(resolve_model(self.model, self.revision))
+
+    def reference(self) -> Reference:
+        return describe_reference(self.model, self.dtype, lm_head_dtype=self.lm_head_dtype, revision=self.revision)
 
     def choice(self, **more: Any) -> EngineChoice:
         """Return the engine with these settings; `more` are fields of EngineChoice that they do not have."""

@@ -28,7 +28,7 @@ from reflogp.service.runner.job_dataset import JobDataset, cache_name, delete_ol
 from reflogp.service.runner.order import JobOrder
 from reflogp.service.runner.reader import Reading, default_memory
 from reflogp.service.runner.result import bad_row_reasons, write_result
-from reflogp.store import Store, resolve_model
+from reflogp.store import Store
 from reflogp.store.texts import hide_secrets, shortened
 from reflogp.store.windows import TrainerSettings
 
@@ -188,7 +188,7 @@ def open_dataset(order: JobOrder, check: Callable[[], None]) -> Iterator[tuple[J
     """
     form, source, trusts = order.claim.settings.format, order.claim.source, order.model.trust_remote_code
     root = None if order.root is None else Path(order.root)
-    folder = str(resolve_model(order.model.model, order.model.revision))
+    folder = order.model.folder()
     tokenizer = read_tokenizer_files(folder, trusts)
     with OpenDataset(root, Path(source["file"]), source["digest"]) as files:
         reading = Reading(

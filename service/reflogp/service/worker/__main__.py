@@ -43,8 +43,6 @@ from reflogp.store import (
     Reference,
     ReflogpError,
     Store,
-    describe_reference,
-    resolve_model,
 )
 from reflogp.store.schema import stream_bytes
 from reflogp.store.texts import counted, shortened_without_secrets
@@ -181,18 +179,18 @@ class Worker:
         calls need no check, because `_admit` and EngineChoice.make check it whenever the model is loaded.
         """
         if reference_id not in self._references:
-            place = self._models(reference_id)
-            found = describe_reference(place.model, place.dtype, lm_head_dtype=place.lm_head_dtype, revision=place.revision)
+            entry = self._models(reference_id)
+            found = entry.reference()
             if found.reference_id != reference_id:
                 raise ContentMismatchError(
-                    f"{place.model} has changed since the service started: its reference id is now {found.reference_id}, not "
+                    f"{entry.model} has changed since the service started: its reference id is now {found.reference_id}, not "
                     f"{reference_id}; restore the old files, or restart the service"
                 )
             self._references[reference_id] = found
         return self._references[reference_id]
 
     def _vision(self, reference_id: str) -> VisionCache:
-        folder = self._folder(reference_id)
+        folder = self._models(reference_id).folder()
         if folder not in self._visions:
             self._visions[folder] = VisionCache(folder, self._models(reference_id).trust_remote_code)
         return self._visions[folder]
@@ -203,14 +201,10 @@ class Worker:
         Raises ContentMismatchError if the model's folder has changed, and OutOfMemoryError if the model does not fit on the
         device even when no other model is loaded.
         """
-        self._choice(reference_id).require_loadable(self._folder(reference_id), self._reference(reference_id))
-
-    def _folder(self, reference_id: str) -> str:
-        place = self._models(reference_id)
-        return str(resolve_model(place.model, place.revision))
+        self._choice(reference_id).require_loadable(self._models(reference_id).folder(), self._reference(reference_id))
 
     def _load(self, reference_id: str) -> PassEngine:
-        return self._choice(reference_id).make(self._folder(reference_id), self._reference(reference_id))
+        return self._choice(reference_id).make(self._models(reference_id).folder(), self._reference(reference_id))
 
     def _choice(self, reference_id: str) -> EngineChoice:
         configuration = self._configuration
