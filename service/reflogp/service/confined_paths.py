@@ -74,15 +74,12 @@ class OpenDataset:
         root: folder that the dataset's path must not lead out of; None for a dataset in the service's own folder.
         digest: expected digest of the content (see `digest_below`).
 
-    Attributes:
-        path: the dataset's path, with all symbolic links resolved.
-        readable: the path to read the dataset from: a link to an open file, or a folder of such links.
-
     Raises ContentMismatchError if the content has another digest, and the errors of `digest_below`.
     """
 
     def __init__(self, root: Path | None, path: Path, digest: str) -> None:
-        self.path = self.readable = path
+        self.path = path  # with all symbolic links resolved
+        self.readable = path  # what to read: a link to an open file, or a folder of such links
         self._identities: dict[Path, FileIdentity] = {}
         with ExitStack() as stack:
             if root is not None:

@@ -59,9 +59,6 @@ class LedgerFile:
         version: version of the schema; a file with a higher version is refused.
         patience_seconds: how long a call waits for a lock that another process holds. While `trouble` is set, no call waits.
 
-    Attributes:
-        trouble: the error that says why the ledger cannot currently be used, or None if it can be used.
-
     Raises:
         UsageError: the file was written by a newer version of reflogp, is damaged or not an SQLite database, or is locked.
     """
@@ -72,7 +69,7 @@ class LedgerFile:
         self._patience = patience_seconds
         self._reading, self._writing = Lock(), Lock()
         self._is_closed = False
-        self.trouble: LedgerError | None = None
+        self.trouble: LedgerError | None = None  # why the ledger cannot currently be used
         try:
             self._writer = self._connect()
             self._prepare(schema)

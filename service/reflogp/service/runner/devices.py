@@ -98,17 +98,13 @@ class LentWorkers:
 
 
 class _LentWorker(CalledWorker):
-    """A worker of the service, from when the run connects to it until it is taken back or its process ends.
-
-    Attributes:
-        reason: why it is of no more use to the run, as soon as that is known.
-    """
+    """A worker of the service, from when the run connects to it until it is taken back or its process ends."""
 
     def __init__(self, connection: socket.socket, number: int, reference_id: str, lent: LentWorkers) -> None:
         self.number, self.place = number, f"worker {number}"
         self._reference_id = reference_id
         self._lent = lent
-        self.reason: Future[WorkerGoneError] = Future()
+        self.reason: Future[WorkerGoneError] = Future()  # why it is of no more use to the run
         super().__init__(connection, self._ended)
 
     def prepare(self) -> Future[dict[str, Any]]:

@@ -41,9 +41,6 @@ class JobDataset:
             each pass over the dataset.
         load_vision: loads the model's image processor.
         check: called while rows are read; raises an error to stop the reading.
-
-    Attributes:
-        names_image_files: whether a row that was read so far names an image file.
     """
 
     def __init__(
@@ -60,7 +57,7 @@ class JobDataset:
         self._load_vision = load_vision
         self._check_given = check
         self._stopped = threading.Event()
-        self.names_image_files = False
+        self.names_image_files = False  # whether a row that was read so far names an image file
 
     def stop(self) -> None:
         """Stop all iterations that read the dataset, in any thread."""

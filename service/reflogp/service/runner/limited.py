@@ -46,15 +46,11 @@ class NoProcessError(Exception):
 
 
 class ProcessEndedError(Exception):
-    """The process crashed, reached a limit, or was killed. The message is the reason.
-
-    Attributes:
-        timed_out: whether the process reached the limit of processor time that it had set with ITIMER_PROF.
-    """
+    """The process crashed, reached a limit, or was killed. The message is the reason."""
 
     def __init__(self, reason: str, timed_out: bool) -> None:
         super().__init__(reason)
-        self.timed_out = timed_out
+        self.timed_out = timed_out  # whether it reached the limit of processor time that it had set with ITIMER_PROF
 
 
 def fork_server() -> ForkServerContext:
