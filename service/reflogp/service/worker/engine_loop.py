@@ -108,53 +108,38 @@ class _Work:
             yield landed, engine.token_counts() - so_far
 
 
+@dataclass
 class Engines:
-    """The loaded engines of one device, by reference id. Only the engine loop's thread may use it.
+    """The loaded engines of one device, by reference id. Only the engine loop's thread may use it."""
 
-    Args:
-        make: loads the engine of a reference. May raise EngineError and the errors of `describe_reference`.
-        capacity: maximum number of loaded engines. If it is 1, the pinned engine and one other may be loaded at the same time.
-        pinned: id of a reference whose engine is never unloaded, or None.
-        on_change: called with the ids of all loaded engines when an engine was loaded or unloaded.
-        admit: called before others are unloaded to make room for an engine; raises an error if it cannot be loaded.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[str], PassEngine],
-        capacity: int,
-        pinned: str | None,
-        on_change: Callable[[list[str]], None],
-        admit: Callable[[str], None],
-    ) -> None:
-        self._make = make
-        self._admit = admit
-        self._capacity = capacity
-        self._pinned = pinned
-        self._on_change = on_change
-        self._loaded: dict[str, PassEngine] = {}  # ordered from least to most recently used
-        self._loaded_at: dict[str, float] = {}
-        self._used_at: dict[str, float] = {}
+    make: Callable[[str], PassEngine]  # may raise EngineError and the errors of `describe_reference`
+    capacity: int  # maximum number of loaded engines; if it is 1, the pinned engine and one other may be loaded
+    pinned: str | None  # id of a reference whose engine is never unloaded
+    on_change: Callable[[list[str]], None]  # called with the ids of all loaded engines when one was loaded or unloaded
+    admit: Callable[[str], None]  # called before others make room for an engine; raises an error if it cannot be loaded
+    _loaded: dict[str, PassEngine] = field(default_factory=dict)  # ordered from least to most recently used
+    _loaded_at: dict[str, float] = field(default_factory=dict)
+    _used_at: dict[str, float] = field(default_factory=dict)
 
     def get(self, reference_id: str) -> PassEngine:
         """Return the engine of a reference. If loading it runs out of memory, all others but the pinned one are unloaded."""
         engine = self._loaded.pop(reference_id, None)
         if engine is None:
-            self._admit(reference_id)
+            self.admit(reference_id)
             for victim in self.displaced_by(reference_id):
                 self._unload(victim)
             try:
-                engine = self._make(reference_id)
+                engine = self.make(reference_id)
             except OutOfMemoryError:
                 if not self._movable():
                     raise
             if engine is None:  # in the `except` clause, the traceback would keep the memory of the partly loaded model
                 for other in self._movable():
                     self._unload(other)
-                engine = self._make(reference_id)
+                engine = self.make(reference_id)
             self._loaded_at[reference_id] = time.monotonic()
             self._loaded[reference_id] = engine
-            self._on_change(list(self._loaded))
+            self.on_change(list(self._loaded))
         self._loaded[reference_id] = engine
         self._used_at[reference_id] = time.monotonic()
         return engine
@@ -167,7 +152,7 @@ class Engines:
         """Return the references whose engines would be unloaded to make room for this one, least recently used first."""
         if reference_id in self._loaded:
             return []
-        too_many = len(self._loaded) + 1 - self._capacity
+        too_many = len(self._loaded) + 1 - self.capacity
         return self._movable()[: max(0, too_many)]
 
     def may_get(self, reference_id: str) -> bool:
@@ -179,11 +164,11 @@ class Engines:
         )
 
     def _movable(self) -> list[str]:
-        return [other for other in self._loaded if other != self._pinned]
+        return [other for other in self._loaded if other != self.pinned]
 
     def _unload(self, reference_id: str) -> None:
         self._loaded.pop(reference_id).close()
-        self._on_change(list(self._loaded))
+        self.on_change(list(self._loaded))
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
