@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 
 from anyio import CapacityLimiter, to_thread
@@ -26,31 +27,19 @@ _LOOK_SECONDS = 5.0
 _MOST_FETCHES = 4
 
 
+@dataclass(eq=False)
 class Fetching:
-    """Background fetches of datasets. The datasets of queued jobs are fetched in queue order, several at a time.
+    """Background fetches of datasets. The datasets of queued jobs are fetched in queue order, several at a time."""
 
-    Args:
-        on_change: called with a job's id after the job's note has changed or its dataset has been fetched.
-        finish: records that a job failed.
-    """
-
-    def __init__(
-        self,
-        settings: ServerSettings,
-        ledger: Ledger,
-        files: DatasetFiles,
-        on_change: Callable[[str], None],
-        finish: Callable[..., Awaitable[None]],
-    ) -> None:
-        self._settings = settings
-        self._ledger = ledger
-        self._files = files
-        self._on_change = on_change
-        self._finish = finish
-        # id of a job whose dataset is being fetched -> (event that is set to stop the fetch, task)
-        self._fetches: dict[str, tuple[threading.Event, asyncio.Task[None]]] = {}
-        self._threads = CapacityLimiter(_MOST_FETCHES)
-        self._news = asyncio.Event()
+    settings: ServerSettings
+    ledger: Ledger
+    files: DatasetFiles
+    on_change: Callable[[str], None]  # called with a job's id after its note has changed or its dataset has been fetched
+    finish: Callable[..., Awaitable[None]]  # records that a job failed
+    #: Id of a job whose dataset is being fetched -> (event that is set to stop the fetch, task).
+    _fetches: dict[str, tuple[threading.Event, asyncio.Task[None]]] = field(default_factory=dict)
+    _threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_MOST_FETCHES))
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def look(self) -> None:
         """Make `run` check immediately for queued jobs whose dataset must be fetched."""
@@ -69,30 +58,30 @@ class Fetching:
         while True:
             self._news.clear()
             free = _MOST_FETCHES - len(self._fetches)
-            if free > 0 and self._ledger.trouble is None:  # otherwise, the end of a fetch could not be recorded
+            if free > 0 and self.ledger.trouble is None:  # otherwise, the end of a fetch could not be recorded
                 with suppress(LedgerError):  # the next round reads the ledger again
-                    for job, source in await to_thread.run_sync(self._ledger.to_fetch, free, list(self._fetches)):
+                    for job, source in await to_thread.run_sync(self.ledger.to_fetch, free, list(self._fetches)):
                         stop = threading.Event()
                         self._fetches[job] = stop, asyncio.create_task(self._fetch(job, source, stop))
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), _LOOK_SECONDS)
 
     async def _fetch(self, job: str, source: dict[str, str], stop: threading.Event) -> None:
-        incoming = Incoming(self._files)
+        incoming = Incoming(self.files)
         notes = asyncio.create_task(self._note(job, incoming))
         try:
             logger.info("fetching the dataset", extra={"job": job})
-            begin = partial(fetch, source["uri"], incoming, self._settings, stop.is_set)
+            begin = partial(fetch, source["uri"], incoming, self.settings, stop.is_set)
             call = partial(begin, config=source.get("config"), split=source["split"])
             file, digest = await to_thread.run_sync(call, limiter=self._threads)
             notes.cancel()
             fetched = {**source, "file": str(file), "digest": digest}
-            await to_thread.run_sync(self._ledger.fetched, job, fetched)
-            self._on_change(job)
+            await to_thread.run_sync(self.ledger.fetched, job, fetched)
+            self.on_change(job)
         except (FetchCancelledError, LedgerError) as error:  # after a LedgerError, a later round of `run` fetches the dataset
             logger.info("the dataset was not fetched: %s", error, extra={"job": job})
         except Exception as error:
-            await self._finish(job, "failed", error=f"the dataset cannot be used: {error}")
+            await self.finish(job, "failed", error=f"the dataset cannot be used: {error}")
         finally:
             notes.cancel()
             del self._fetches[job]
@@ -102,6 +91,6 @@ class Fetching:
         while True:
             note = "the dataset is being fetched" + (f": {byte_count(incoming.size)} so far" if incoming.size else "")
             with suppress(LedgerError):
-                await to_thread.run_sync(self._ledger.note, job, note)
-                self._on_change(job)
+                await to_thread.run_sync(self.ledger.note, job, note)
+                self.on_change(job)
             await asyncio.sleep(_LOOK_SECONDS)

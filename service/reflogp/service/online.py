@@ -11,7 +11,8 @@ import itertools
 import logging
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -67,15 +68,15 @@ class _Pending:
     deaths: int = 0  # number of worker processes that died while computing the request
 
 
+@dataclass(eq=False)
 class OnlineScoring:
-    def __init__(self, settings: ServerSettings, registry: ReferenceRegistry, metrics: Metrics, pool: Pool) -> None:
-        self._settings = settings
-        self._registry = registry
-        self._metrics = metrics
-        self._pool = pool
-        self._pending: dict[str, _Pending] = {}
-        self._ids = itertools.count()
-        self._tokens_per_second = 0.0
+    settings: ServerSettings
+    registry: ReferenceRegistry
+    metrics: Metrics
+    pool: Pool
+    _pending: dict[str, _Pending] = field(default_factory=dict)
+    _ids: Iterator[int] = field(default_factory=itertools.count)
+    _tokens_per_second: float = 0.0
 
     def queued_tokens(self, worker: WorkerHandle | None = None) -> int:
         return sum(entry.tokens for entry in self._pending.values() if worker is None or entry.worker is worker)
@@ -107,7 +108,7 @@ class OnlineScoring:
                 or the model can never be loaded. 503: no worker can respond. 504: the deadline has passed.
         """
         deadline = time.monotonic() + deadline_seconds
-        served = self._registry.served(reference)
+        served = self.registry.served(reference)
         model = served.reference
         if not len(sequences):
             return Scored((TOP_OUTCOMES if top_k else OUTCOMES).empty_table(), model.reference_id, 0, 0.0, 0.0, None)
@@ -120,14 +121,14 @@ class OnlineScoring:
             known, snapshot = await self._stored(model.reference_id, sequences, top_k, deadline)
         missing = [at for at, values in enumerate(known) if values is None]
         hits = len(sequences) - len(missing)
-        self._metrics.sequences.labels("online", "hit").inc(hits)
+        self.metrics.sequences.labels("online", "hit").inc(hits)
         if not missing:
             outcomes = _merged(known, [], (TOP_OUTCOMES if top_k else OUTCOMES).empty_table())
             return Scored(outcomes, model.reference_id, hits, 0.0, 0.0, snapshot)
         asked = sequences if not hits else sequences.take(pa.array(missing))
         message, body = await self._ask(model.reference_id, asked, temperature, cache_write and storable, deadline, top_k)
         outcomes = table_of(body)
-        self._metrics.sequences.labels("online", "scored").inc(outcomes["error"].null_count)
+        self.metrics.sequences.labels("online", "scored").inc(outcomes["error"].null_count)
         if hits:
             outcomes = _merged(known, missing, outcomes)
         return Scored(outcomes, model.reference_id, hits, message["engine_seconds"], message["queue_seconds"], snapshot)
@@ -191,7 +192,7 @@ class OnlineScoring:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
                 answered, body = await answer
         except TimeoutError:
-            self._metrics.refused.labels("deadline").inc()
+            self.metrics.refused.labels("deadline").inc()
             step = "set a longer deadline, or send fewer sequences per request"
             raise Problem(504, "the deadline has passed", step) from None
         finally:
@@ -201,9 +202,9 @@ class OnlineScoring:
             raise Problem(500, answered["error"], _CHECK_MODEL)
         if answered["error"] is not None:
             raise Problem(503, answered["error"], _CHECK_MODEL, {"Retry-After": "30"})
-        self._metrics.tokens.labels("online").inc(tokens)
-        self._metrics.engine_seconds.observe(answered["engine_seconds"])
-        self._metrics.queue_seconds.observe(answered["queue_seconds"])
+        self.metrics.tokens.labels("online").inc(tokens)
+        self.metrics.engine_seconds.observe(answered["engine_seconds"])
+        self.metrics.queue_seconds.observe(answered["queue_seconds"])
         if answered["engine_seconds"] > 0:
             rate = tokens / answered["engine_seconds"]
             self._tokens_per_second += (_RATE_WEIGHT if self._tokens_per_second else 1.0) * (rate - self._tokens_per_second)
@@ -216,10 +217,10 @@ class OnlineScoring:
 
         Raises Problem: 503 if no worker can respond, 429 if too many tokens are queued for each of them.
         """
-        working = [worker for worker in self._pool.workers if not worker.broken and not worker.late]
+        working = [worker for worker in self.pool.workers if not worker.broken and not worker.late]
         if not working:
-            raise _no_worker(self._pool.workers[0])
-        load = int(_LOAD_SECONDS * self._tokens_per_second) or self._settings.max_queued_tokens // 8
+            raise _no_worker(self.pool.workers[0])
+        load = int(_LOAD_SECONDS * self._tokens_per_second) or self.settings.max_queued_tokens // 8
 
         def expected(worker: WorkerHandle) -> int:
             loads = 0 if reference_id in worker.loaded else 1 if len(worker.loaded) < worker.configuration.capacity else 2
@@ -227,13 +228,13 @@ class OnlineScoring:
 
         def has_room(worker: WorkerHandle) -> bool:
             queued = self.queued_tokens(worker)
-            return not queued or queued + tokens <= self._settings.max_queued_tokens
+            return not queued or queued + tokens <= self.settings.max_queued_tokens
 
         free = [worker for worker in working if has_room(worker)]
         chosen = min(free or working, key=expected)
         if not free:
             queued = self.queued_tokens(chosen)
-            self._metrics.refused.labels("queue").inc()
+            self.metrics.refused.labels("queue").inc()
             wait = math.ceil(queued / self._tokens_per_second) if self._tokens_per_second else 1
             raise Problem(
                 429,
@@ -248,25 +249,25 @@ class OnlineScoring:
     ) -> tuple[list[Any], int | None]:
         """Look up sequences as `_look_up` does. If the store does not answer, no sequence counts as stored: all are scored."""
         nothing: tuple[list[Any], int | None] = [None] * len(sequences), None
-        if self._registry.away:
+        if self.registry.away:
             return nothing
         try:
             async with asyncio.timeout(min(_LOOK_UP_SECONDS, (deadline - time.monotonic()) / 2)):
-                return await self._registry.threads.run(self._look_up, reference_id, sequences, top_k)
+                return await self.registry.threads.run(self._look_up, reference_id, sequences, top_k)
         except TimeoutError:
             why = "a look-up in the store takes long"
         except StoreUnavailableError as error:
             why = str(error)
-        if not self._registry.away:
-            self._registry.away = True  # until the next check of the store
+        if not self.registry.away:
+            self.registry.away = True  # until the next check of the store
             logger.warning("online requests are scored without looking their sequences up: %s", why)
         return nothing
 
     def _look_up(self, reference_id: str, sequences: pa.Table, top_k: int) -> tuple[list[Any], int | None]:
         """Return the stored value columns of each sequence (None if there are none), and the number of the snapshot, if any."""
-        served = self._registry.served(reference_id).settings.top_k if top_k else 0  # the table that workers write to
+        served = self.registry.served(reference_id).settings.top_k if top_k else 0  # the table that workers write to
         try:
-            snapshot = self._registry.snapshot(reference_id, None, served)
+            snapshot = self.registry.snapshot(reference_id, None, served)
         except ReferenceNotFoundError:
             return [None] * len(sequences), None
         found = snapshot.find(sequence_keys(sequences["prompt_ids"], sequences["completion_ids"]))

@@ -13,7 +13,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -30,34 +30,21 @@ from reflogp.service.runner.reader import Reading, count_rows, read_rows
 _VERSIONS = {name: version(name) for name in ("reflogp", "transformers", "tokenizers")}
 
 
+@dataclass(eq=False)
 class JobDataset:
-    """The rows of a job's dataset as token ids, as another process reads them; see TokenizedWindows.
+    """The rows of a job's dataset as token ids, as another process reads them; see TokenizedWindows."""
 
-    Args:
-        kept: path of the file for the token ids, whose name comes from `cache_name`. If the file exists, it is read; otherwise,
-            the first complete pass writes it. It is not written if a row reached a limit, because the row may be usable with
-            another limit, and if rows have images, because the file's name does not depend on the content of image files.
-        unchanged: raises an error if the dataset's content may have changed since its digest was computed. It is called after
-            each pass over the dataset.
-        load_vision: loads the model's image processor.
-        check: called while rows are read; raises an error to stop the reading.
-    """
-
-    def __init__(
-        self,
-        reading: Reading,
-        kept: Path,
-        unchanged: Callable[[], None],
-        load_vision: Callable[[], VisionProcessor | None],
-        check: Callable[[], None],
-    ) -> None:
-        self._reading = reading
-        self._kept = kept
-        self._unchanged = unchanged
-        self._load_vision = load_vision
-        self._check_given = check
-        self._stopped = threading.Event()
-        self.names_image_files = False  # whether a row that was read so far names an image file
+    reading: Reading
+    #: File for the token ids, named by `cache_name`. If it exists, it is read; otherwise, the first complete pass writes it. It
+    #: is not written if a row reached a limit, because the row may be usable with another limit, and if rows have images,
+    #: because the file's name does not depend on the content of image files.
+    kept: Path
+    #: Raises an error if the content may have changed since its digest was computed. Called after each pass over the dataset.
+    unchanged: Callable[[], None]
+    load_vision: Callable[[], VisionProcessor | None]  # loads the model's image processor
+    check: Callable[[], None]  # called while rows are read; raises an error to stop the reading
+    names_image_files: bool = False  # whether a row that was read so far names an image file
+    _stopped: threading.Event = field(default_factory=threading.Event)
 
     def stop(self) -> None:
         """Stop all iterations that read the dataset, in any thread."""
@@ -66,39 +53,39 @@ class JobDataset:
     def _check(self) -> None:
         if self._stopped.is_set():
             raise StoppedError
-        self._check_given()
+        self.check()
 
     def count(self) -> int | None:
-        if not self._kept.is_file():
-            return count_rows(self._reading, self._check)
-        with pa.memory_map(str(self._kept)) as file:
+        if not self.kept.is_file():
+            return count_rows(self.reading, self._check)
+        with pa.memory_map(str(self.kept)) as file:
             reader = pa.ipc.open_file(file)
             last = reader.get_batch_with_custom_metadata(reader.num_record_batches - 1)
             last_row: int = json.loads(last.custom_metadata[b"window"])["last_row"]
             return last_row + 1
 
     def __iter__(self) -> Iterator[TokenizedRows]:
-        return _read(self._kept) if self._kept.is_file() else self._tokenized_and_kept()
+        return _read(self.kept) if self.kept.is_file() else self._tokenized_and_kept()
 
     def only(self, numbers: Iterable[int]) -> Iterator[TokenizedRows]:
         """Yield the windows of the rows with these numbers."""
         rows = frozenset(numbers)
-        if not self._kept.is_file():
-            yield from read_rows(replace(self._reading, only=rows), self._check, self._load_vision)
-            self._unchanged()
+        if not self.kept.is_file():
+            yield from read_rows(replace(self.reading, only=rows), self._check, self.load_vision)
+            self.unchanged()
             return
-        for window in _read(self._kept):
+        for window in _read(self.kept):
             wanted = pc.is_in(window.table["row"], pa.array(rows, pa.int64()))
             yield replace(window, table=window.table.filter(wanted))
 
     def _tokenized_and_kept(self) -> Iterator[TokenizedRows]:
-        self._kept.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._kept.with_name(f".{self._kept.name}.{uuid.uuid4().hex[:8]}.partial")
+        self.kept.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.kept.with_name(f".{self.kept.name}.{uuid.uuid4().hex[:8]}.partial")
         writer: pa.RecordBatchFileWriter | None = None
         problems: dict[int, str] = {}
         complete = True
         try:
-            for window in read_rows(self._reading, self._check, self._load_vision):
+            for window in read_rows(self.reading, self._check, self.load_vision):
                 problems |= window.problems
                 complete &= not window.limited and window.vision is None
                 files = (isinstance(image.source, ImageFile) for of_row in window.images for image in of_row)
@@ -113,11 +100,11 @@ class JobDataset:
                     writer.write_batch(batch, custom_metadata={"window": json.dumps({**head, "problems": problems})})
                     problems = {}
                 yield window
-            self._unchanged()
+            self.unchanged()
             if writer is not None:
                 writer.close()
                 if complete:
-                    partial.replace(self._kept)
+                    partial.replace(self.kept)
         finally:
             if writer is not None:
                 writer.close()

@@ -108,7 +108,7 @@ class _Work:
             yield landed, engine.token_counts() - so_far
 
 
-@dataclass
+@dataclass(eq=False)
 class Engines:
     """The loaded engines of one device, by reference id. Only the engine loop's thread may use it."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import socketserver
 import threading
 from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from reflogp.store.top import ValuesTable
 _LOOK_SECONDS = 0.1
 
 
+@dataclass(eq=False)
 class JobEngine:
     """An engine whose forward passes the engine loop computes, between online requests; see `scoring.engines.Engine`.
 
@@ -32,23 +34,22 @@ class JobEngine:
     forward pass.
     """
 
-    def __init__(self, loop: EngineLoop, engine: PassEngine, reference_id: str, check: Callable[[], None]) -> None:
-        self._loop = loop
-        self._engine = engine
-        self._reference_id = reference_id
-        self._check = check
-        self._token_counts = TokenCounts()
+    loop: EngineLoop
+    engine: PassEngine
+    reference_id: str
+    check: Callable[[], None]
+    _token_counts: TokenCounts = field(default_factory=TokenCounts)
 
     def problems(self, sequences: list[Sequence]) -> dict[int, str]:
-        return self._engine.problems(sequences)
+        return self.engine.problems(sequences)
 
     def flow(self, groups: Iterable[list[Sequence]]) -> Generator[list[tuple[int, Outcome]]]:
-        for landed, token_counts in self._loop.flow(self._reference_id, groups, self._check):
+        for landed, token_counts in self.loop.flow(self.reference_id, groups, self.check):
             self._token_counts += token_counts
             yield landed
 
     def provenance(self) -> dict[str, Any]:
-        return self._engine.provenance()
+        return self.engine.provenance()
 
     def token_counts(self) -> TokenCounts:
         """See Engine.token_counts. Only this job's passes are counted."""
