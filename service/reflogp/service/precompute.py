@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -45,28 +46,21 @@ _REPORT_SECONDS = 600.0
 _FILE_THREADS = 4
 
 
+@dataclass(eq=False)
 class Precompute:
     """What requests do with precompute jobs."""
 
-    def __init__(
-        self,
-        settings: ServerSettings,
-        ledger: Ledger,
-        registry: ReferenceRegistry,
-        uploads: Uploads,
-        files: DatasetFiles,
-        scheduler: JobScheduler,
-    ) -> None:
-        self._settings = settings
-        self._ledger = ledger
-        self._registry = registry
-        self._uploads = uploads
-        self._datasets = files
-        self._scheduler = scheduler
-        self._reporting = asyncio.Lock()
-        self._files = Threads("the dataset's file system", _FILE_THREADS)
-        self._models = Threads("the model's file system", _FILE_THREADS, 60.0)
-        self._admissions: dict[str, asyncio.Task[dict[str, str]]] = {}  # dataset (JSON) -> its check, which has not ended yet
+    settings: ServerSettings
+    ledger: Ledger
+    registry: ReferenceRegistry
+    uploads: Uploads
+    datasets: DatasetFiles
+    scheduler: JobScheduler
+    _reporting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _files: Threads = field(default_factory=lambda: Threads("the dataset's file system", _FILE_THREADS))
+    _models: Threads = field(default_factory=lambda: Threads("the model's file system", _FILE_THREADS, 60.0))
+    #: Dataset (JSON) -> its check, which has not ended yet.
+    _admissions: dict[str, asyncio.Task[dict[str, str]]] = field(default_factory=dict)
 
     async def submit(
         self, request: JobRequest, who: str, idempotency_key: str | None, received: tuple[Path, str] | None = None
@@ -83,7 +77,7 @@ class Precompute:
             Problem: the dataset cannot be read or is not allowed, the idempotency key was already used for a different job
                 (409), or too many jobs are queued (429).
         """
-        served = self._registry.served(request.reference)
+        served = self.registry.served(request.reference)
         reference = served.reference
         if received is not None:
             file, digest = received
@@ -98,7 +92,7 @@ class Precompute:
             "split": request.dataset.split,
             **({} if request.dataset.config is None else {"config": request.dataset.config}),
             **({"top_k": served.settings.top_k} if served.settings.top_k else {}),
-            "tokenizer": await self._models.run(self._registry.tokenizer_digest, request.reference),
+            "tokenizer": await self._models.run(self.registry.tokenizer_digest, request.reference),
         }
         content = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
         identity = content if idempotency_key is None else f"{who}\n{idempotency_key}"
@@ -114,10 +108,10 @@ class Precompute:
             request=request_id(),
             traceparent=traceparent(),
         )
-        job, new = await to_thread.run_sync(self._ledger.submit, submission, _MOST_QUEUED)
+        job, new = await to_thread.run_sync(self.ledger.submit, submission, _MOST_QUEUED)
         if new:
             logger.info("job submitted by %s", who, extra={"job": job.id})
-        self._scheduler.look()
+        self.scheduler.look()
         return job, new
 
     async def cancel(self, job_id: str) -> Job:
@@ -126,7 +120,7 @@ class Precompute:
         Raise LedgerError if the ledger cannot be used, and Problem if the job is unknown or has ended.
         """
         job = await self.get(job_id)
-        state = await self._scheduler.cancel(job_id)
+        state = await self.scheduler.cancel(job_id)
         if state not in UNFINISHED:
             raise Problem(409, f"the job is already {state or job.state}", "only queued and running jobs can be cancelled")
         return await self.get(job_id)
@@ -138,10 +132,10 @@ class Precompute:
         used.
         """
         job = await self.get(job_id)
-        if not await to_thread.run_sync(self._ledger.retry, job_id):
+        if not await to_thread.run_sync(self.ledger.retry, job_id):
             raise Problem(409, f"the job is {job.state}", "only failed and cancelled jobs can be retried")
-        self._scheduler.notify(job_id)
-        self._scheduler.look()
+        self.scheduler.notify(job_id)
+        self.scheduler.look()
         return await self.get(job_id)
 
     async def get(self, job_id: str, wait: float = 0.0) -> Job:
@@ -149,11 +143,11 @@ class Precompute:
 
         Raise Problem if the job is unknown, and LedgerError if the ledger cannot be used.
         """
-        change = self._scheduler.change(job_id)  # before the job is read, so that no change is missed
-        job = await to_thread.run_sync(self._ledger.get, job_id)
+        change = self.scheduler.change(job_id)  # before the job is read, so that no change is missed
+        job = await to_thread.run_sync(self.ledger.get, job_id)
         if job is None:
             raise _unknown(job_id)
-        if not wait or job.state not in UNFINISHED or self._scheduler.closing:
+        if not wait or job.state not in UNFINISHED or self.scheduler.closing:
             return job
         with suppress(TimeoutError):
             await asyncio.wait_for(change.wait(), wait)
@@ -161,7 +155,7 @@ class Precompute:
 
     async def result(self, job_id: str) -> Path:
         """Return the path of the result of a job that is done. Raises Problem if there is none."""
-        file = self._scheduler.context.result(job_id)
+        file = self.scheduler.context.result(job_id)
         if not await to_thread.run_sync(file.is_file):
             raise Problem(404, "the job has no result because no row of its dataset could be read", "see the job's bad rows")
         return file
@@ -171,20 +165,20 @@ class Precompute:
 
         Raises Problem if it cannot be written, for example because the dataset has been deleted or has changed.
         """
-        file, step = self._scheduler.context.report(job.id), "write a report of any dataset with `reflogp report`"
+        file, step = self.scheduler.context.report(job.id), "write a report of any dataset with `reflogp report`"
         if await to_thread.run_sync(file.is_file):
             return file
         if job.summary is not None and job.summary["rows"] > _MOST_REPORTED:
             raise Problem(404, f"the job has no report: its dataset has more than {_MOST_REPORTED:,} rows", step)
-        claim = await to_thread.run_sync(self._ledger.claim_of, job.id)
+        claim = await to_thread.run_sync(self.ledger.claim_of, job.id)
         if claim is None:
             raise _unknown(job.id)
-        reason, is_lasting = await self._write_report(await self._scheduler.order(claim))
+        reason, is_lasting = await self._write_report(await self.scheduler.order(claim))
         if reason and is_lasting:
             raise Problem(404, f"the job has no report: {reason}", step)
         if reason:
             raise Problem(503, f"the report cannot be written now: {reason}", "try again later", {"Retry-After": "30"})
-        if await to_thread.run_sync(self._ledger.claim_of, job.id) is None:  # it was deleted meanwhile
+        if await to_thread.run_sync(self.ledger.claim_of, job.id) is None:  # it was deleted meanwhile
             file.unlink(missing_ok=True)
             raise _unknown(job.id)
         return file
@@ -229,34 +223,34 @@ class Precompute:
         Raise Problem if the dataset is not allowed or cannot be read.
         """
         if dataset.upload is not None:
-            file, digest = self._uploads.resolve(dataset.upload)
+            file, digest = self.uploads.resolve(dataset.upload)
             return {"name": dataset.upload, "file": str(file), "digest": digest, "split": dataset.split}
         if dataset.path is not None:
-            file, digest = resolve_path(dataset.path, self._settings)
+            file, digest = resolve_path(dataset.path, self.settings)
             return {"name": dataset.path, "file": str(file), "digest": digest, "split": dataset.split, "path": dataset.path}
         assert dataset.uri is not None
-        check_uri(dataset.uri, self._settings, dataset.config)
+        check_uri(dataset.uri, self.settings, dataset.config)
         config = {} if dataset.config is None else {"config": dataset.config}
         return {"name": hide_secrets(dataset.uri), "uri": dataset.uri, "split": dataset.split, **config}
 
     async def keep_house(self) -> None:
         """Delete old jobs and unneeded dataset files every hour."""
         while True:
-            moment = datetime.now(UTC) - timedelta(days=self._settings.keep_days)
+            moment = datetime.now(UTC) - timedelta(days=self.settings.keep_days)
             try:
                 await to_thread.run_sync(self._forget_before, moment)
-                await to_thread.run_sync(self._datasets.collect)
+                await to_thread.run_sync(self.datasets.collect)
             except (LedgerError, OSError) as error:
                 logger.warning("old jobs and datasets could not be deleted: %s", error)
             await asyncio.sleep(_HOUSEKEEPING_SECONDS)
 
     def _forget_before(self, moment: datetime) -> None:
-        jobs = self._ledger.ended_before(moment)
+        jobs = self.ledger.ended_before(moment)
         for job in jobs:  # its files first, so that an interrupted deletion leaves no files without a job
-            self._scheduler.context.result(job).unlink(missing_ok=True)
-            self._scheduler.context.report(job).unlink(missing_ok=True)
+            self.scheduler.context.result(job).unlink(missing_ok=True)
+            self.scheduler.context.report(job).unlink(missing_ok=True)
         if jobs:
-            self._ledger.forget(jobs)
+            self.ledger.forget(jobs)
 
 
 def _unknown(job: str) -> Problem:
