@@ -80,29 +80,19 @@ ways = st.sampled_from(["rename", "in place", "link"])
 
 @dataclass
 class Seen:
-    """A job as its submitter knows it.
-
-    Attributes:
-        contents: datasets that it may be about: one, unless an upload was replaced without an answer.
-        kinds: tokenizers that lay in the reference's folder since it was submitted.
-        file: below the root that it reads; None where it reads an upload.
-        faults: that may have made it fail.
-        deaths: of workers and services since it was submitted.
-        may_be_cancelled: somebody tried to.
-        cancelled_at: attempts when its cancellation was acknowledged.
-    """
+    """A job as its submitter knows it."""
 
     id: str
     reference: str
     reference_id: str
-    contents: set[int]
-    kinds: set[tuple[int, int]]
+    contents: set[int]  # datasets that it may be about: one, unless an upload was replaced without an answer
+    kinds: set[tuple[int, int]]  # tokenizers that lay in the reference's folder since it was submitted
     max_length: int | None
-    file: str | None
-    faults: set[str] = field(default_factory=set)
-    deaths: int = 0
-    may_be_cancelled: bool = False
-    cancelled_at: int | None = None
+    file: str | None  # below the root that it reads; None where it reads an upload
+    faults: set[str] = field(default_factory=set)  # that may have made it fail
+    deaths: int = 0  # of workers and services since it was submitted
+    may_be_cancelled: bool = False  # somebody tried to
+    cancelled_at: int | None = None  # attempts when its cancellation was acknowledged
     ended: bool = False
 
 
