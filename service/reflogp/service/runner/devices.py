@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 from reflogp.scoring.errors import EngineError, WorkerGoneError
@@ -23,22 +24,18 @@ _LOOK_SECONDS = 0.2
 _REASON_SECONDS = 60.0
 
 
+@dataclass(eq=False)
 class LentWorkers:
     """The workers that the service lends to the runner; see scheduler.Workers.
 
     The thread that reads the service's messages calls `lend`, `take_back` and `gone`; the run's thread calls the other methods.
-
-    Args:
-        reference_id: the job's reference.
-        check: called repeatedly while the run waits for a worker; raises an error to stop the job.
     """
 
-    def __init__(self, reference_id: str, check: Callable[[], None]) -> None:
-        self._reference_id = reference_id
-        self._check = check
-        self._changed = threading.Condition()
-        self._addresses: dict[int, str] = {}  # of the workers that the runner may use
-        self._connected: dict[int, _LentWorker] = {}
+    reference_id: str
+    check: Callable[[], None]  # called repeatedly while the run waits for a worker; raises an error to stop the job
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _addresses: dict[int, str] = field(default_factory=dict)  # of the workers that the runner may use
+    _connected: dict[int, _LentWorker] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -71,7 +68,7 @@ class LentWorkers:
     def begin(self, have: int, is_any_placed: bool) -> list[Worker]:
         """Connect to the workers that were lent since the last call; wait for one if there is none. See Workers.begin."""
         while True:
-            self._check()
+            self.check()
             with self._changed:
                 new = [number for number in self._addresses if number not in self._connected]
                 workers = [worker for number in new if (worker := self._connect(number)) is not None]
@@ -87,7 +84,7 @@ class LentWorkers:
             connection.close()
             del self._addresses[number]
             return None
-        self._connected[number] = worker = _LentWorker(connection, number, self._reference_id, self)
+        self._connected[number] = worker = _LentWorker(connection, number, self.reference_id, self)
         return worker
 
     def left(self, worker: _LentWorker) -> None:
