@@ -88,8 +88,8 @@ def test_workers_that_are_killed_in_a_shared_job_lose_nothing(service, tmp_path,
 
 @pytest.mark.slow
 def test_a_job_in_line_takes_a_helper_away(service, tmp_path, reference_folder):
-    rows = token_rows(2600, seed=5)
-    first, second = write_rows(tmp_path / "a.jsonl", rows[:2200]), write_rows(tmp_path / "b.jsonl", rows[2200:])
+    rows = token_rows(3600, seed=5)
+    first, second = write_rows(tmp_path / "a.jsonl", rows[:3200]), write_rows(tmp_path / "b.jsonl", rows[3200:])
     few = [token_rows(4, seed=seed) for seed in (8, 9)]
     with Client(service.url) as client:
         few_jobs = [client.submit(write_rows(tmp_path / f"{n}.jsonl", part), "ref").id for n, part in enumerate(few)]
