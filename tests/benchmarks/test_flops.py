@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from reflogp.scoring.torch_engine import Sequence
 from reflogp.scoring.torch_engine.packing import packs
 from tests.conftest import REPOSITORY
+from tests.versions import skip_before
 from tools.families import VOCAB, build
 
 
@@ -22,6 +23,7 @@ def flops(monkeypatch):
 
 
 def test_a_plain_forward_has_the_operations_that_torch_counts(flops):
+    skip_before("transformers", "5.20", "computes rotary angles otherwise")
     model = build("Qwen2")
     model.set_attn_implementation("eager")  # masked scores are computed as well
     ids = torch.arange(40)[None] % VOCAB

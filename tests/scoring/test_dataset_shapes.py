@@ -419,6 +419,8 @@ WRITTEN: dict[str, tuple[Callable[[Any], Any], Callable[[str], Any]]] = {
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_datasets_writes(name, telling, tmp_path):
+    if name == "a.jsonl":
+        skip_before("datasets", "5.1", "reads objects that it wrote as text")
     write, load = WRITTEN[name]
     write(str(tmp_path / name))
     assert keys_of_reflogp(tmp_path / name, telling) == (keys_of_trl(load(str(tmp_path / name)), telling, tmp_path), {})

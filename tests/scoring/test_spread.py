@@ -209,7 +209,7 @@ def test_a_model_that_changes_before_a_worker_loads_it_is_refused(score, tmp_pat
     config = json.loads((model / "config.json").read_text())
     watching = Watching()
     watching.read = lambda rows: (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
-    with pytest.raises(EngineError, match=r"on cpu: .*config\.json changed: the model's reference id is now"):
+    with pytest.raises(EngineError, match=r"on cpu: the files of .*model changed: the model's reference id is now"):
         score(write_rows(tmp_path / "rows.jsonl", token_rows(2, seed=6)), model=model, watcher=watching)
 
 
