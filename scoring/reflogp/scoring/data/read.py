@@ -145,23 +145,30 @@ class RowSource:
         the dataset more than once, call this method before you publish a result."""
         require_unchanged(self._identities)
 
-    def count(self) -> int | None:
+    def count(self) -> int:
         """Return the number of rows, including unreadable rows. Except for Parquet files and datasets of `datasets`, the rows
-        are read for it. Return None for a JSON array, which would be in memory as a whole once more."""
+        are read for it."""
         if self._dataset is not None:
             return len(self._dataset)
         with self._named_errors():
             if self.format == "parquet":
                 return sum(int(pq.read_metadata(file).num_rows) for file in self.files)
-            if self.format in ("json", "jsonl"):
-                is_array = any(map(contains_array, self.files))
-                return None if is_array else sum(1 for file in self.files for _ in lines_of(file))
+            if self.format == "jsonl" and not self.is_json_array():
+                return sum(1 for file in self.files for _ in lines_of(file))
         count = 0
         for item in self._local_files():
             count += 1 if isinstance(item, str) else len(item)
             if self._check is not None:
                 self._check()
         return count
+
+    def count_unless_in_memory(self) -> int | None:
+        """Return the number of rows, or None for a JSON array, which would be in memory as a whole once more."""
+        return None if self.is_json_array() else self.count()
+
+    def is_json_array(self) -> bool:
+        with self._named_errors():
+            return self.format in ("json", "jsonl") and any(map(contains_array, self.files))
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:

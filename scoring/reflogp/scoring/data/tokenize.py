@@ -351,7 +351,7 @@ class TokenizedDataset:
         self._stopped.set()
 
     def count(self) -> int | None:
-        return self.source.count()
+        return self.source.count_unless_in_memory()
 
     def __iter__(self) -> Iterator[TokenizedRows]:
         return tokenize_dataset(

@@ -150,7 +150,7 @@ def _read_on(
 
 
 def count_rows(reading: Reading, check: Callable[[], None]) -> int | None:
-    """Return the number of rows (see RowSource.count). Raises DatasetError, or ProcessEndedError."""
+    """Return the number of rows (see RowSource.count_unless_in_memory). Raises DatasetError, or ProcessEndedError."""
     with tempfile.TemporaryDirectory(prefix="reflogp-") as folder:
         counted = replace(reading, folder=folder)
         with closing(messages(_count, counted, memory=reading.memory, check=check)) as received:
@@ -242,7 +242,7 @@ def _read(connection: Connection, reading: Reading, after: int, alone: bool, bad
 
 def _count(connection: Connection, reading: Reading) -> None:
     with _errors_sent(connection):
-        _send(connection, {"count": _Rows(reading, {}).count()})
+        _send(connection, {"count": _Rows(reading, {}).count_unless_in_memory()})
 
 
 class _Rows(RowSource):
