@@ -281,6 +281,7 @@ def test_an_unexpected_error_has_safe_headers_too(tmp_path, monkeypatch):
         {"host": f"{PROXIED.upper()}:443", "x-forwarded-proto": "https", "x-forwarded-for": "192.0.2.7"},
         {"host": "scorer.team.example"},
         {"host": PROXIED, "origin": f"https://{PROXIED}", "sec-fetch-site": "same-origin"},
+        {"host": PROXIED, "origin": f"https://{PROXIED}:443"},
         {"origin": f"https://{PROXIED}", "sec-fetch-site": "same-origin"},  # a proxy that names us by an address
         {"sec-fetch-site": "none"},
     ],

@@ -31,7 +31,8 @@ HEADERS = {
 }
 
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/?#@\\,]+)(?::\d{1,5})?")
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/?#@\\,]+)(?::(\d{1,5}))?")
+_PORTS = {"http": "80", "https": "443"}
 
 
 class SiteCheck:
@@ -95,8 +96,15 @@ def _is_from_elsewhere(method: str, headers: Headers) -> bool:
 
 
 def _is_own_origin(origin: str, headers: Headers) -> bool:
-    scheme, _, authority = origin.lower().partition("://")
-    return scheme in ("http", "https") and authority != "" and authority == headers.get("host", "").lower()
+    scheme, _, authority = origin.partition("://")
+    own = _host_and_port(authority, scheme)
+    return own is not None and own == _host_and_port(headers.get("host", ""), scheme)
+
+
+def _host_and_port(authority: str, scheme: str) -> tuple[str, str] | None:
+    """Parse `HOST` or `HOST:PORT` of a URL. Return None if the text or the scheme is not of a web page."""
+    found = _HOST.fullmatch(authority) if scheme in _PORTS else None
+    return (found[1].lower(), found[2] or _PORTS[scheme]) if found else None
 
 
 def _fits(name: str, allowed: str) -> bool:
