@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,10 @@ from threading import Lock
 from reflogp.store import ReflogpError, UsageError
 
 logger = logging.getLogger(__name__)
+
+#: StateLock tries to get the lock every _PAUSE_SECONDS for up to _PATIENCE_SECONDS, because a service that was just killed may
+#: still hold the lock.
+_PATIENCE_SECONDS, _PAUSE_SECONDS = 2.0, 0.1
 
 
 class LedgerError(ReflogpError):
@@ -37,14 +42,23 @@ class StateLock:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = (folder / "lock").open("a")
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close()
-            raise UsageError(
-                f"another service uses the state folder {folder}: stop the other service, or set a different `state` folder"
-            ) from None
         except OSError as error:
-            raise UsageError(f"the state folder {folder} cannot be written or locked: {error.strerror}") from error
+            raise UsageError(f"the state folder {folder} cannot be written: {error.strerror}") from error
+        stop = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > stop:
+                    self.close()
+                    raise UsageError(
+                        f"another service uses the state folder {folder}: stop the other service, or set a different `state` "
+                        "folder"
+                    ) from None
+            except OSError as error:
+                raise UsageError(f"the state folder {folder} cannot be locked: {error.strerror}") from error
+            time.sleep(_PAUSE_SECONDS)
 
     def close(self) -> None:
         self._file.close()
