@@ -114,7 +114,8 @@ def export(
     if stack == "open-instruct" and not all(for_open_instruct):
         raise UsageError("--as open-instruct needs --hash and --loss-type")
     opened, found = _open(joined)
-    written, refused = opened.metadata.num_rows, []
+    written: int = opened.metadata.num_rows
+    refused: list[int] = []
     if stack == "axolotl-kd":
         file = _write_axolotl(opened, found, joined, output)
     elif stack == "distillkit":

@@ -311,11 +311,12 @@ def outcome(job: Job) -> list[str]:
     if job.state != "done" or job.summary is None:
         return [f"job {job.id} {'was cancelled' if job.state == 'cancelled' else f'is {job.state}'}"]
     summary = ScoreSummary(**known(ScoreSummary, job.summary))
-    lines = [f"note: {note}" for note in summary.notes] + summary.lines()
+    counts, *more_lines = summary.lines()
+    lines = [*(f"note: {note}" for note in summary.notes), counts]
     for entry in job.summary.get("bad_row_reasons", []):
         more = f" and {entry['rows'] - 1:,} more" if entry["rows"] > 1 else ""
         lines.append(f"  row {entry['examples'][0]}{more}: {entry['reason']}")
-    return lines
+    return [*lines, *more_lines]
 
 
 def exit_code(job: Job) -> int:

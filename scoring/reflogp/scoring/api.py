@@ -24,7 +24,8 @@ from reflogp.scoring.reports.build import write_report
 from reflogp.scoring.reports.collect import ReportSummary
 from reflogp.scoring.runs.callbacks import BadRows, progress_bar
 from reflogp.scoring.runs.pipeline import EngineScheduler
-from reflogp.scoring.runs.score import ScoreSummary, score_dataset
+from reflogp.scoring.runs.score import score_dataset
+from reflogp.scoring.runs.summary import ScoreSummary
 from reflogp.scoring.versus import Versus, find_versus
 from reflogp.scoring.vision import VisionProcessor
 from reflogp.store import Reference, ReflogpError, Snapshot, Store, UsageError, resolve_model

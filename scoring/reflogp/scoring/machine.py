@@ -180,7 +180,10 @@ def _number(file: Path) -> int | None:
 
 
 def _lines(file: Path) -> list[str]:
-    return file.read_text().splitlines() if file.is_file() else []
+    try:
+        return file.read_text().splitlines()
+    except OSError:  # there is no such control group, or it may not be read
+        return []
 
 
 def return_freed_memory() -> None:

@@ -9,7 +9,7 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Awaitable, Callable
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import unquote
 
 from fastapi import Depends, Request
@@ -19,10 +19,12 @@ from fastapi.security.utils import get_authorization_scheme_param
 from reflogp.service.problems import Problem
 from reflogp.service.settings import Scope, TokenSettings
 
+Required = Literal["read", "jobs", "online"]
+
 #: How long a browser stays signed in, in seconds.
 SIGNED_IN_SECONDS = 12 * 3600
-#: Dict from each scope to the scopes of which a token must have one.
-_PERMITTING: dict[Scope, set[Scope]] = {
+#: What a route may require: a token with one of these scopes.
+_PERMITTING: dict[Required, set[Scope]] = {
     "read": {"read", "jobs", "online", "score", "admin"},
     "jobs": {"jobs", "score", "admin"},
     "online": {"online", "score", "admin"},
@@ -54,15 +56,16 @@ def entry_of(token: str, tokens: list[TokenSettings]) -> TokenSettings | None:
     return known[0] if token and known else None
 
 
-def caller(request: Request, tokens: list[TokenSettings]) -> TokenSettings | None:
-    """Return the entry of a request's bearer token or, if it has none, of the token in its cookie; None if both are unknown.
+def caller(request: Request, tokens: list[TokenSettings], cookie: bool = True) -> TokenSettings | None:
+    """Return the entry of a request's bearer token or, with `cookie`, of the token in its cookie; None if they are unknown.
 
-    The token's name is kept in the request's state, for the log of refusals.
+    A proxy in front may send a bearer token of its own. The name of a known token is kept in the request's state, for the log of
+    refusals.
     """
     scheme, token = get_authorization_scheme_param(request.headers.get("authorization"))
-    if scheme.lower() != "bearer":
-        token = unquote(request.cookies.get(cookie_name(request), ""))
-    entry = entry_of(token.strip(), tokens)
+    entry = entry_of(token.strip(), tokens) if scheme.lower() == "bearer" else None
+    if entry is None and cookie:
+        entry = entry_of(unquote(request.cookies.get(cookie_name(request), "")), tokens)
     request.state.token = entry.name if entry else None
     return entry
 
@@ -73,14 +76,14 @@ def cookie_name(request: Request) -> str:
     return f"reflogp_token_{port}" if port.isascii() and port.isdigit() else "reflogp_token"
 
 
-def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitable[str]]:
+def requires(scope: Required, tokens: list[TokenSettings]) -> Callable[..., Awaitable[str]]:
     """Return a FastAPI dependency that admits only requests whose token permits what the given scope permits.
 
     The dependency returns the token's name. It raises Problem 401 if the request has no known token, and Problem 403 if the
     token does not permit it.
 
-    Browsers send no bearer token when a user follows a link. A GET or HEAD request without one is therefore admitted if the
-    browser is signed in with such a token.
+    Browsers send no bearer token when a user follows a link. A GET or HEAD request is therefore also admitted if the browser is
+    signed in with such a token.
 
     If the settings contain no tokens, every request is admitted, and the dependency returns the name "loopback". In that case,
     ServerSettings requires the service to listen on a loopback address.
@@ -92,7 +95,7 @@ def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitab
     ) -> str:
         if not tokens:
             return "loopback"
-        known = caller(request, tokens) if bearer is not None or request.method in _SAFE_METHODS else None
+        known = caller(request, tokens, cookie=request.method in _SAFE_METHODS)
         if known is None:
             raise Problem(
                 401,
@@ -106,7 +109,7 @@ def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitab
     return check
 
 
-def require_scope(entry: TokenSettings, scope: Scope) -> None:
+def require_scope(entry: TokenSettings, scope: Required) -> None:
     """Raise a Problem with status 403 unless one of the token's scopes permits what the given scope permits."""
     if not _PERMITTING[scope] & entry.scopes:
         raise Problem(403, f"token {entry.name!r} does not have the scope {scope!r}", "ask for a token with this scope")

@@ -64,5 +64,5 @@ class EveryRequest:
             self._metrics.requests.labels(route, status).observe(time.perf_counter() - start)
             if status in (401, 403):
                 name = scope.get("state", {}).get("token")
-                by = f"token {name}" if name else "no known token"
-                logger.info("%s %s refused with status %d: %s", scope["method"], shortened(scope["path"]), status, by)
+                why = problem.detail if problem is not None else f"token {name}" if name else "no known token"
+                logger.info("%s %s refused with status %d: %s", scope["method"], shortened(scope["path"]), status, why)

@@ -405,8 +405,11 @@ class JobScheduler:
     async def _begin(self, running: _Running) -> bool:
         """Start a job's runner. If the job cannot run, record why and return False."""
         claim = running.claim
-        if await self._recorded(claim.id, partial(self._ledger.is_cancelled, claim.id)):  # before it was in `_running`
-            self._cancel(running)
+        try:
+            if await to_thread.run_sync(self._ledger.is_cancelled, claim.id):  # before it was in `_running`
+                self._cancel(running)
+        except LedgerError:  # the job is listed as running without a process, and runs when the ledger works again
+            return False
         try:
             order = await self.order(claim)
         except (ReflogpError, Problem, OSError) as error:

@@ -20,7 +20,8 @@ from reflogp.scoring.data.tokenizer_files import TokenizerFiles, read_tokenizer_
 from reflogp.scoring.errors import DatasetError
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.scheduler import Scheduler, Workers
-from reflogp.scoring.runs.score import ScoreSummary, score_dataset
+from reflogp.scoring.runs.score import score_dataset
+from reflogp.scoring.runs.summary import ScoreSummary
 from reflogp.scoring.tracing import run_span, span
 from reflogp.scoring.vision import load_processor
 from reflogp.service.confined_paths import OpenDataset
