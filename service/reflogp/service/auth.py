@@ -59,8 +59,8 @@ def entry_of(token: str, tokens: list[TokenSettings]) -> TokenSettings | None:
 def caller(request: Request, tokens: list[TokenSettings], cookie: bool = True) -> TokenSettings | None:
     """Return the entry of a request's bearer token or, with `cookie`, of the token in its cookie; None if they are unknown.
 
-    A proxy in front may send a bearer token of its own. The name of a known token is kept in the request's state, for the log of
-    refusals.
+    A proxy in front may send a bearer token of its own. The name of a known token is kept in the request's state, for the log
+    of refusals.
     """
     scheme, token = get_authorization_scheme_param(request.headers.get("authorization"))
     entry = entry_of(token.strip(), tokens) if scheme.lower() == "bearer" else None

@@ -17,12 +17,11 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from reflogp.scoring.reports.charts import STYLE
-from reflogp.service.auth import SIGNED_IN_SECONDS, caller, cookie_name, entry_of, require_scope
+from reflogp.service.auth import SIGNED_IN_SECONDS, Required, caller, cookie_name, entry_of, require_scope
 from reflogp.service.bodies import read_body, require_type
 from reflogp.service.context import Context
 from reflogp.service.models import JOB_STATES, UNFINISHED, DatasetSpec, Job
 from reflogp.service.problems import Problem, problem_of
-from reflogp.service.settings import Scope
 from reflogp.service.sites import is_of_own_page
 from reflogp.store import ReflogpError, texts
 from reflogp.store.texts import hide_secrets, visible
@@ -83,7 +82,7 @@ class _Pages:
         self._templates.filters.update(dataset_name=dataset_name, job_name=job_name)
         self._templates.globals.update(static=self._static_url, guarded=bool(self._tokens))
 
-    def shown(self, handler: _Handler, scope: Scope | None = "read") -> Callable[[Request], Awaitable[Response]]:
+    def shown(self, handler: _Handler, scope: Required | None = "read") -> Callable[[Request], Awaitable[Response]]:
         """Wrap a handler in a route that checks the token, shows errors as pages and adds headers to the response.
 
         If the settings contain tokens, the caller needs one that permits `scope`. If `scope` is None, anybody is admitted.
@@ -177,7 +176,7 @@ class _Pages:
         headers = {"Cache-Control": "public, max-age=31536000, immutable"}
         return Response(self._files[name], headers=headers, media_type=_MEDIA_TYPES[_suffix(name)])
 
-    async def _answered(self, handler: _Handler, scope: Scope | None, request: Request) -> Response:
+    async def _answered(self, handler: _Handler, scope: Required | None, request: Request) -> Response:
         if request.method == "POST" and not is_of_own_page(request.headers):
             raise Problem(
                 403,
