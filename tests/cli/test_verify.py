@@ -64,6 +64,13 @@ def test_rows_without_values_are_counted(pair_rows, store, tmp_path, verify, ref
     assert "2 rows without stored values to compare. Score the data: reflogp score" in found["error"]
 
 
+def test_rows_of_a_json_array(pair_rows, store, tmp_path, verify):
+    array = tmp_path / "array.json"
+    array.write_text(json.dumps(pair_rows[:ROWS]))
+    code, found, said = verify(array, store, "--rows", 3)
+    assert (code, found["rows"], found["without_values"]) == (0, 3, 0), said
+
+
 def test_the_values_of_another_model_are_caught(store, data, tmp_path, verify):
     noise = np.random.default_rng(0)
     other = damaged_copy(store, tmp_path / "other", lambda values: values + noise.normal(0.05, 0.3, len(values)))

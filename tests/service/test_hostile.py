@@ -167,7 +167,7 @@ def test_refusals_and_deletions_are_logged_with_the_tokens_name(service, ask):
         (
             ("POST", "reader", {}, 403, "token reader"),
             ("GET", None, {"authorization": "Bearer guessed-secret"}, 401, "no known token"),
-            ("GET", "boss", {"sec-fetch-site": "cross-site"}, 403, "no known token"),  # no token is looked at
+            ("GET", "boss", {"sec-fetch-site": "cross-site"}, 403, "the request was made from a page on another site"),
         )
     ):
         assert ask(method, "/v1/jobs", token=token, headers={"x-request-id": f"r-{number}", **headers}).status_code == status
