@@ -84,7 +84,7 @@ def test_bad_rows_are_told_by_the_exit_code(reflogp, url, folder, tmp_path, pair
     submit = ("submit", url, data, "--reference", "sft", "--watch")
     code, out, _ = reflogp(*submit)
     assert code == MISSES
-    counts, _, where, reason = out.splitlines()
+    counts, reason, _, where = out.splitlines()
     assert re.fullmatch(r"3 rows, 4 sequences: \d hits?, \d scored; 1 bad row", counts)
     assert reason.startswith("  row 2: chosen is null or missing")
     assert where.startswith("reference ") and f" of {folder}" in where

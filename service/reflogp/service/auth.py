@@ -82,8 +82,8 @@ def requires(scope: Required, tokens: list[TokenSettings]) -> Callable[..., Awai
     The dependency returns the token's name. It raises Problem 401 if the request has no known token, and Problem 403 if the
     token does not permit it.
 
-    Browsers send no bearer token when a user follows a link. A GET or HEAD request is therefore also admitted if the browser is
-    signed in with such a token.
+    Browsers send no bearer token when a user follows a link. A GET or HEAD request without one is therefore admitted if the
+    browser is signed in with such a token.
 
     If the settings contain no tokens, every request is admitted, and the dependency returns the name "loopback". In that case,
     ServerSettings requires the service to listen on a loopback address.
@@ -95,7 +95,7 @@ def requires(scope: Required, tokens: list[TokenSettings]) -> Callable[..., Awai
     ) -> str:
         if not tokens:
             return "loopback"
-        known = caller(request, tokens, cookie=request.method in _SAFE_METHODS)
+        known = caller(request, tokens, cookie=bearer is None and request.method in _SAFE_METHODS)
         if known is None:
             raise Problem(
                 401,
