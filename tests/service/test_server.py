@@ -75,6 +75,12 @@ def test_a_lookup_gives_what_the_store_has_and_says_what_it_has_not(url):
     assert (reference.reference_id, reference.sequences, reference.snapshot) == (REFERENCE.reference_id, 1000, 1)
 
 
+def test_the_services_own_process_imports_no_torch():
+    """It takes 175 MB without torch, and 520 with it."""
+    code = "import sys, reflogp.service.run; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_json_for_people(url):
     keys = some_rows(998, 4)[0].to_pylist()
     body = {"keys": [key.hex() for key in keys], "values": True}

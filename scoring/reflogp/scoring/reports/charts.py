@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
-from reflogp.scoring.reports.measures import Histograms
 from reflogp.store.texts import number, short_number
+
+if TYPE_CHECKING:  # the service's own process draws no charts, and needs only the stylesheet
+    from reflogp.scoring.reports.measures import Histograms
 
 #: Stylesheet for reports and for the pages of a service, including their charts.
 STYLE = Path(__file__).parent / "templates" / "style.css"
