@@ -208,7 +208,7 @@ def test_a_watch_says_when_the_service_is_away_and_when_it_is_back(reference_fol
         first.stop()
     assert f"{first.url} is away (ConnectError); asking again\n" in process.stderr
     with running(*config, "--port", first.url.rpartition(":")[2], warm=warm_python), Client(first.url) as client:
-        assert f"{first.url} is back\n" in process.stderr
+        assert f"{first.url} answers again\n" in process.stderr
         client.cancel(job)
         assert process.wait(60) == FAILED
     process.stderr.close()

@@ -109,7 +109,7 @@ def test_a_watch_bears_a_restart_and_says_why_it_ends(monkeypatch, caplog):
         for job in MadeUp(monkeypatch, lambda _: came_to(next(said))).client.events("x"):
             found.append(job.state)
     assert found == ["queued", "running"]
-    assert caplog.messages == ["http://service is away (ConnectError); asking again", "http://service is back"]
+    assert caplog.messages == ["http://service is away (ConnectError); asking again", "http://service answers again"]
     with pytest.raises(ServiceFailedError):  # the first answer is none of a service that starts again
         MadeUp(monkeypatch, httpx.Response(500)).client.watch("x")
     with pytest.raises(DeadlineExceededError, match=r"running after 0\.01 seconds; the job continues"):

@@ -429,11 +429,13 @@ class Client:
             if pause is None:
                 break
             if call.polls and attempt == 1:
-                why = f"status {answer.status_code}" if isinstance(answer, httpx.Response) else type(answer).__name__
-                logger.warning("%s is away (%s); asking again", hide_secrets(self.url), why)
+                state, why = "away", type(answer).__name__
+                if isinstance(answer, httpx.Response):
+                    state, why = "busy" if answer.status_code == 429 else "away", f"status {answer.status_code}"
+                logger.warning("%s is %s (%s); asking again", hide_secrets(self.url), state, why)
             time.sleep(pause)
         if call.polls and attempt > 1:
-            logger.warning("%s is back", hide_secrets(self.url))
+            logger.warning("%s answers again", hide_secrets(self.url))
         assert isinstance(answer, httpx.Response)
         return answer
 
