@@ -27,7 +27,6 @@ from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages, Tok
 from reflogp.scoring.vision import VisionProcessor, load_processor
 from reflogp.scoring.wire import SentSequence, decode_sequences, encode_sequences, sent_images
 from reflogp.store import (
-    ContentMismatchError,
     Reference,
     ReferenceNotFoundError,
     Store,
@@ -270,11 +269,7 @@ class ScoringWorker:
             ) from error
         table = store.values_table(wanted, self.choice.top_k)
         vision = VisionCache(str(folder), self.choice.trust_remote_code)
-        try:
-            engine = self.choice.make(str(folder), wanted)
-        except ContentMismatchError as error:
-            raise ContentMismatchError(f"{error}. Workers on several machines need the same weights on each") from error
-        self._units = units = UnitScorer(engine, table, vision)
+        self._units = units = UnitScorer(self.choice.make(str(folder), wanted), table, vision)
         return units.provenance
 
     def score(self, content: bytes, again: bool) -> dict[str, Any]:
