@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -58,8 +58,11 @@ def llava(tmp_path_factory):
 
 def workers_of(pid=None):
     """Processes of workers that a run started."""
-    children = psutil.Process(pid).children(recursive=True)
-    servers = [child for child in children if "forkserver" in " ".join(child.cmdline())]
+    servers = []
+    for child in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # one that has just ended, or is a zombie
+            if "forkserver" in " ".join(child.cmdline()):
+                servers.append(child)
     return [child for child in servers if child.parent() in servers]
 
 
