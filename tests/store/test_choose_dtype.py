@@ -22,15 +22,6 @@ def store(tmp_path):
     return Store(tmp_path / "store")
 
 
-def test_all_numerics_are_what_each_description_says(model):
-    found = describe_all_numerics(model)
-    assert len(found) == len({reference.reference_id for reference in found}) == 9  # float32 with a float32 head counts once
-    for reference in found:
-        head = None if reference.lm_head_dtype == reference.dtype else reference.lm_head_dtype
-        assert reference == describe_reference(model, reference.dtype, lm_head_dtype=head)
-    assert {reference.lm_head_dtype for reference in describe_all_numerics(model, lm_head_dtype="float32")} == {"float32"}
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_what_a_store_holds_decides(model, store, reference_folder, tmp_path, seed):
     """Test stores with random tables of this model and of another model with the same weights."""

@@ -61,6 +61,17 @@ def test_a_changed_file_has_its_own_digest(tmp_path, cache, change):
     assert file.read_bytes() == first
 
 
+def test_a_digest_is_remembered_until_the_file_changes(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(digests, "_CLOCK_STEP_SECONDS", 0)  # digests of files that changed a moment ago are remembered too
+    file, reads = tmp_path / "weights", []
+    file.write_bytes(b"some weights")
+    for _ in range(2):
+        assert digests.file_digests([file], lambda *done_and_total: reads.append(done_and_total)) == {file: truth(file)}
+    assert reads == [(12, 12)]
+    file.write_bytes(b"longer weights")
+    assert digest(file) == truth(file)
+
+
 def test_a_file_that_is_written_while_it_is_hashed_is_refused(tmp_path, cache):
     file = tmp_path / "weights"
     file.write_bytes(b"some weights" * 100)
