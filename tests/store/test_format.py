@@ -43,16 +43,23 @@ def test_a_store_of_the_first_version_is_read_and_written(first_version):
     assert [values.tolist() for values in table.snapshot().token_logps(keys)] == list(expected.values())
 
 
-def test_the_table_says_its_format_and_a_newer_one_is_refused_and_left_alone(table, tmp_path):
+def test_a_newer_format_is_refused_and_left_alone(table, tmp_path):
+    """In the table's settings, and in the reference's file."""
     assert DeltaTable(table.uri).metadata().configuration["reflogp.format"] == str(FORMAT)
-    first = Path(table.uri) / "_delta_log" / f"{0:020}.json"
-    first.write_text(first.read_text().replace('"reflogp.format":"1"', '"reflogp.format":"2"'))
-    before = first.read_text()
     store = Store(tmp_path / "store")
-    for opening in (lambda: store[REFERENCE.reference_id], lambda: store.create_table(REFERENCE)):
-        with pytest.raises(StoreFormatError, match=r"format 2.*upgrade reflogp"):
-            opening()
-    assert first.read_text() == before
+    opened = (lambda: store[REFERENCE.reference_id], lambda: store.create_table(REFERENCE), store.references)
+    for file, before, after, opening in (
+        (Path(table.uri) / "_delta_log" / f"{0:020}.json", '"reflogp.format":"1"', '"reflogp.format":"2"', opened[:2]),
+        (Path(table.uri).with_name("reference.json"), '"format": 1', '"format": 2', opened),
+    ):
+        original = file.read_text()
+        assert before in original
+        file.write_text(original.replace(before, after))
+        for attempt in opening:
+            with pytest.raises(StoreFormatError, match=r"format 2.*upgrade reflogp"):
+                attempt()
+        assert file.read_text() == original.replace(before, after)
+        file.write_text(original)
 
 
 def test_row_groups_of_long_rows_have_about_1_mb(table):
@@ -67,33 +74,18 @@ def test_the_document_names_every_column_with_its_type():
     assert columns_table() in DOCUMENT.read_text()
 
 
-@pytest.fixture
-def filled(table):
-    """A table of several shards, and its keys with their sums."""
+def test_duckdb_polars_and_datasets_read_the_table(table, tmp_path):
     keys, rows = some_rows(0, 100)
     table.append(rows.slice(0, 60))
     table.append(rows.slice(60))
-    return table, dict(zip(keys.to_pylist(), rows["logp_sum"].to_pylist(), strict=True))
-
-
-def test_duckdb_reads_the_table(filled):
-    table, sums = filled
-    logps = DeltaTable(table.uri).to_pyarrow_dataset()
+    sums = dict(zip(keys.to_pylist(), rows["logp_sum"].to_pylist(), strict=True))
+    delta = DeltaTable(table.uri)
+    logps = delta.to_pyarrow_dataset()  # which DuckDB finds by this name
     assert logps.schema.names == SCHEMA.names
-    found = duckdb.sql("select key, logp_sum, len(token_logps) as n from logps where scored_len >= 5").fetchall()
-    assert {key: total for key, total, _ in found} == sums
-    assert {n for _, _, n in found} == {5}
-
-
-def test_polars_reads_the_table(filled):
-    table, sums = filled
+    found = duckdb.sql("select key, logp_sum, len(token_logps) from logps where scored_len >= 5").fetchall()
+    assert {key: (total, count) for key, total, count in found} == {key: (total, 5) for key, total in sums.items()}
     frame = polars.read_delta(table.uri)
     assert dict(zip(frame["key"], frame["logp_sum"], strict=True)) == sums
     assert frame["token_logps"].list.len().to_list() == [5] * 100
-
-
-def test_datasets_reads_the_table(filled, tmp_path):
-    table, sums = filled
-    files = DeltaTable(table.uri).file_uris()
-    rows = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(tmp_path))
-    assert dict(zip(rows["key"], rows["logp_sum"], strict=True)) == sums
+    loaded = datasets.load_dataset("parquet", data_files=delta.file_uris(), split="train", cache_dir=str(tmp_path))
+    assert dict(zip(loaded["key"], loaded["logp_sum"], strict=True)) == sums
