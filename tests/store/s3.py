@@ -7,7 +7,8 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from unittest import mock
 
 # moto checks whether an object exists, and then writes it. So two writers at once may both be told that they were first, which
 # S3 never does. Therefore conditional writes are made one after the other.
@@ -52,19 +53,9 @@ def s3_server(bucket: str = "logps") -> Iterator[dict[str, str]]:
             process.kill()
 
 
-@contextmanager
-def environment_of(variables: dict[str, str]) -> Iterator[None]:
+def environment_of(variables: dict[str, str]) -> AbstractContextManager[object]:
     """Set variables in the environment of this process during a block."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return mock.patch.dict(os.environ, variables)
 
 
 _RELAY = """

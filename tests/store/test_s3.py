@@ -5,16 +5,11 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 import pytest
 
-from reflogp.store import (
-    Store,
-    StoreUnavailableError,
-    UsageError,
-)
+from reflogp.store import Store, StoreUnavailableError, UsageError
 from tests.store.rows import REFERENCE, some_rows
 from tests.store.s3 import Relay, environment_of, s3_server
 
@@ -29,12 +24,6 @@ def server():
 def uri(server, request):
     with environment_of(server):
         yield f"s3://logps/{request.node.name}"
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as entered:
-        yield entered
 
 
 def values_of(table, keys):
@@ -119,27 +108,27 @@ def test_an_object_store_that_hangs_is_an_error_in_time():
         assert time.monotonic() - began < 30
 
 
-def test_a_connection_that_is_lost_and_comes_back(uri, server, monkeypatch, stack):
+def test_a_connection_that_is_lost_and_comes_back(uri, server, monkeypatch):
     """The connection is lost during an append: no new row is visible, committed rows stay, and a repeated call succeeds."""
-    relay = stack.enter_context(Relay(urlsplit(server["AWS_ENDPOINT_URL"]).port))
-    with environment_of({"AWS_ENDPOINT_URL": f"http://127.0.0.1:{relay.port}"}):
-        table = Store(uri).create_table(REFERENCE)
     keys, rows = some_rows(0, 20)
-    table.append(rows.slice(0, 10))
-    original = table._commit
+    with Relay(urlsplit(server["AWS_ENDPOINT_URL"]).port) as relay:
+        with environment_of({"AWS_ENDPOINT_URL": f"http://127.0.0.1:{relay.port}"}):
+            table = Store(uri).create_table(REFERENCE)
+        table.append(rows.slice(0, 10))
+        original = table._commit
 
-    def cut_before_commit(*arguments):
-        relay.say("cut")
-        return original(*arguments)
+        def cut_before_commit(*arguments):
+            relay.say("cut")
+            return original(*arguments)
 
-    monkeypatch.setattr(table, "_commit", cut_before_commit)
-    with pytest.raises(StoreUnavailableError) as caught:
-        table.append(rows.slice(10))
-    assert "\n" not in str(caught.value)
-    monkeypatch.undo()
-    elsewhere = Store(uri)[REFERENCE.reference_id]
-    assert elsewhere.snapshot().stored_lengths(keys).tolist() == [5] * 10 + [-1] * 10
-    relay.say("mend")
-    assert table.append(rows.slice(10)).written == 10
-    assert values_of(elsewhere, keys) == rows["token_logps"].to_pylist()
-    assert not elsewhere.verify()
+        monkeypatch.setattr(table, "_commit", cut_before_commit)
+        with pytest.raises(StoreUnavailableError) as caught:
+            table.append(rows.slice(10))
+        assert "\n" not in str(caught.value)
+        monkeypatch.undo()
+        elsewhere = Store(uri)[REFERENCE.reference_id]
+        assert elsewhere.snapshot().stored_lengths(keys).tolist() == [5] * 10 + [-1] * 10
+        relay.say("mend")
+        assert table.append(rows.slice(10)).written == 10
+        assert values_of(elsewhere, keys) == rows["token_logps"].to_pylist()
+        assert not elsewhere.verify()
