@@ -43,6 +43,10 @@ class HubFaults:
     status: int = 0
 
 
+class _Refusal(Exception):
+    """The arguments are a response's status, its error code, and its words."""
+
+
 @dataclass
 class _Repository:
     private: bool
@@ -54,10 +58,12 @@ class _Repository:
         self.commits.append((oid, files))
         return oid
 
-    def at(self, revision: str) -> tuple[str, dict[str, bytes]] | None:
-        if revision == "main":
-            return self.commits[-1]
-        return next((found for found in self.commits if found[0] == revision), None)
+    def at(self, revision: str) -> tuple[str, dict[str, bytes]]:
+        """Return a commit's id and files."""
+        for oid, files in reversed(self.commits):
+            if revision in ("main", oid):
+                return oid, files
+        raise _Refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}")
 
 
 class Hub:
@@ -87,18 +93,25 @@ class Hub:
     def files(self, repository: str) -> dict[str, bytes]:
         return self.repositories[repository].commits[-1][1]
 
-    def _error(self, status: int, code: str, words: str) -> Response:
-        return JSONResponse({"error": words}, status, {"X-Error-Code": code, "X-Error-Message": words})
+    def _repository(self, owner: str, name: str) -> _Repository:
+        if f"{owner}/{name}" not in self.repositories:
+            raise _Refusal(404, "RepoNotFound", "Repository not found")
+        return self.repositories[f"{owner}/{name}"]
 
     def _routes(self) -> None:
         app = self.app
 
+        @app.exception_handler(_Refusal)
+        async def refuse(request: Request, refusal: _Refusal) -> Response:
+            status, code, words = refusal.args
+            return JSONResponse({"error": words}, status, {"X-Error-Code": code, "X-Error-Message": words})
+
         @app.middleware("http")
         async def check(request: Request, call_next: Any) -> Response:
             if self.faults.status:
-                return self._error(self.faults.status, "Fault", "out of order")
+                return await refuse(request, _Refusal(self.faults.status, "Fault", "out of order"))
             if request.headers.get("authorization") != f"Bearer {TOKEN}" and not request.url.path.startswith("/lfs/"):
-                return self._error(401, "RepoNotFound", "Invalid credentials")
+                return await refuse(request, _Refusal(401, "RepoNotFound", "Invalid credentials"))
             return await call_next(request)
 
         @app.post("/api/validate-yaml")
@@ -123,43 +136,35 @@ class Hub:
         @app.get("/api/datasets/{owner}/{name}")
         @app.get("/api/datasets/{owner}/{name}/revision/{revision}")
         async def about(owner: str, name: str, revision: str = "main") -> Any:
-            repository = self.repositories.get(f"{owner}/{name}")
-            if repository is None:
-                return self._error(404, "RepoNotFound", "Repository not found")
-            found = repository.at(revision)
-            if found is None:
-                return self._error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-            oid, files = found
-            siblings = [_sibling(path, data) for path, data in files.items()]
+            repository = self._repository(owner, name)
+            oid, files = repository.at(revision)
+            siblings = [_described(path, data) for path, data in files.items()]
             return {"id": f"{owner}/{name}", "sha": oid, "private": repository.private, "tags": [], "siblings": siblings}
 
         @app.get("/api/datasets/{owner}/{name}/tree/{revision}")
         @app.get("/api/datasets/{owner}/{name}/tree/{revision}/{folder:path}")
         async def tree(owner: str, name: str, revision: str, folder: str = "", recursive: bool = False) -> Any:
-            repository = self.repositories.get(f"{owner}/{name}")
-            found = repository and repository.at(revision)
-            if not found:
-                return self._error(404, "RepoNotFound", "Repository not found")
-            listed = _listed(found[1], f"{folder}/" if folder else "", recursive)
-            return listed if listed or not folder else self._error(404, "EntryNotFound", f"{folder} does not exist")
+            _, files = self._repository(owner, name).at(revision)
+            listed = _listed(files, f"{folder}/" if folder else "", recursive)
+            if folder and not listed:
+                raise _Refusal(404, "EntryNotFound", f"{folder} does not exist")
+            return listed
 
         @app.post("/api/datasets/{owner}/{name}/paths-info/{revision}")
         async def paths(owner: str, name: str, revision: str, request: Request) -> Any:
-            repository = self.repositories.get(f"{owner}/{name}")
-            found = repository and repository.at(revision)
-            if not found:
-                return self._error(404, "RepoNotFound", "Repository not found")
+            _, files = self._repository(owner, name).at(revision)
             asked = parse_qs((await request.body()).decode())["paths"]
-            return [entry for entry in _listed(found[1], "", True) if entry["path"] in asked]
+            return [entry for entry in _listed(files, "", True) if entry["path"] in asked]
 
         @app.post("/api/datasets/{owner}/{name}/preupload/{revision}")
         async def preupload(request: Request) -> Any:
             there = self.files("/".join(request.path_params[name] for name in ("owner", "name")))
             entries = []
             for file in (await request.json())["files"]:
-                entry = {"path": file["path"], "uploadMode": "lfs" if _is_large(file["path"]) else "regular"}
-                known = {"oid": _oid(file["path"], there[file["path"]])} if file["path"] in there else {}
-                entries.append({**entry, "shouldIgnore": False, **known})
+                path = file["path"]
+                entry = {"path": path, "uploadMode": "lfs" if path.endswith(_LARGE) else "regular", "shouldIgnore": False}
+                about = _described(path, there[path]) if path in there else {}
+                entries.append(entry | ({"oid": about.get("lfs", about)["oid"]} if about else {}))
             return {"files": entries}
 
         @app.post("/datasets/{owner}/{name}.git/info/lfs/objects/batch")
@@ -192,12 +197,12 @@ class Hub:
                 match operation["key"]:
                     case "header":
                         if value.get("parentCommit", newest) != newest:
-                            return self._error(412, "PreconditionFailed", "A commit has happened since.")
+                            raise _Refusal(412, "PreconditionFailed", "A commit has happened since.")
                     case "file":
                         files[value["path"]] = base64.b64decode(value["content"])
                     case "lfsFile":
                         if value["oid"] not in self._blobs:
-                            return self._error(400, "BadRequest", "LFS pointer points to a file that does not exist")
+                            raise _Refusal(400, "BadRequest", "LFS pointer points to a file that does not exist")
                         files[value["path"]] = self._blobs[value["oid"]]
                     case "deletedFile":
                         del files[value["path"]]
@@ -208,13 +213,9 @@ class Hub:
 
         @app.api_route("/datasets/{owner}/{name}/resolve/{revision}/{path:path}", methods=["GET", "HEAD"])
         async def resolve(owner: str, name: str, revision: str, path: str, request: Request) -> Any:
-            repository = self.repositories.get(f"{owner}/{name}")
-            found = repository and repository.at(revision)
-            if not found:
-                return self._error(404, "RepoNotFound", "Repository not found")
-            oid, files = found
+            oid, files = self._repository(owner, name).at(revision)
             if path not in files:
-                return self._error(404, "EntryNotFound", "Entry not found")
+                raise _Refusal(404, "EntryNotFound", "Entry not found")
             data = files[path]
             headers = {"X-Repo-Commit": oid, "ETag": f'"{hashlib.sha256(data).hexdigest()}"', "Accept-Ranges": "bytes"}
             if request.method == "HEAD":
@@ -239,28 +240,13 @@ def _listed(files: dict[str, bytes], folder: str, recursive: bool) -> list[dict[
 
 
 def _described(path: str, data: bytes) -> dict[str, Any]:
-    """Return a file as the API describes it when it lists a folder."""
-    about = {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-    return about | ({"lfs": {"oid": _lfs(data)["sha256"], **_lfs(data)}} if _is_large(path) else {})
-
-
-def _sibling(path: str, data: bytes) -> dict[str, Any]:
-    """Return a file as the API describes it when it describes a repository with blobs=true."""
-    about = {"rfilename": path, "size": len(data), "blobId": hashlib.sha1(data).hexdigest()}
-    return about | ({"lfs": _lfs(data)} if _is_large(path) else {})
-
-
-def _lfs(data: bytes) -> dict[str, Any]:
-    return {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
-
-
-def _oid(path: str, data: bytes) -> str:
-    """Return the id by which a client knows that the repository has this file: git's, or the sha256 of a large file."""
-    return _lfs(data)["sha256"] if _is_large(path) else hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-
-
-def _is_large(path: str) -> bool:
-    return path.endswith(_LARGE)
+    """Return a file as the API describes it, in the list of a folder and in the description of a repository. Its id is git's;
+    that of a large file is in `lfs`.
+    """
+    oid, sha256 = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest(), hashlib.sha256(data).hexdigest()
+    about = {"type": "file", "path": path, "rfilename": path, "size": len(data), "oid": oid, "blobId": oid}
+    lfs = {"oid": sha256, "sha256": sha256, "size": len(data), "pointerSize": 130}
+    return about | ({"lfs": lfs} if path.endswith(_LARGE) else {})
 
 
 @contextmanager

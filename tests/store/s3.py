@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -59,54 +60,52 @@ def environment_of(variables: dict[str, str]) -> AbstractContextManager[object]:
 
 
 _RELAY = """
-import select, socket, sys, threading, time
-cut, silent = threading.Event(), threading.Event()
-listening = socket.create_server(("127.0.0.1", 0))
-print(listening.getsockname()[1], flush=True)
+import asyncio, sys
 
-def pass_on(client):
-    with client, socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as server:
-        other = {client: server, server: client}
-        while not cut.is_set():
-            if silent.is_set():
-                time.sleep(0.05)
-                continue
-            for side in select.select(list(other), [], [], 0.05)[0]:
-                data = side.recv(1 << 16)
-                if not data:
-                    return
-                other[side].sendall(data)
+async def copy(source, target):
+    while data := await source.read(1 << 16):
+        target.write(data)
+        await target.drain()
+    target.close()
 
-def accept():
-    while True:
-        client, _ = listening.accept()
-        client.close() if cut.is_set() else threading.Thread(target=pass_on, args=[client], daemon=True).start()
+async def pass_on(*client):
+    server = await asyncio.open_connection("127.0.0.1", int(sys.argv[1]))
+    await asyncio.gather(copy(client[0], server[1]), copy(server[0], client[1]))
 
-threading.Thread(target=accept, daemon=True).start()
-for line in sys.stdin:
-    for name, event in (("cut", cut), ("silence", silent)):
-        event.set() if line.strip() == name else event.clear()
-    print(line, end="", flush=True)
+async def main():
+    listening = await asyncio.start_server(pass_on, "127.0.0.1", int(sys.argv[2]))
+    print(listening.sockets[0].getsockname()[1], flush=True)
+    await listening.serve_forever()
+
+asyncio.run(main())
 """
 
 
 class Relay:
-    """A process that forwards connections to a port until it is told to cut or silence them.
+    """A process that forwards connections to a port.
 
     It is a process of its own, because delta-rs holds Python's lock while it writes.
     """
 
     def __init__(self, to: int) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _RELAY, str(to)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self._to, self.port = to, 0
+        self._start()
+
+    def _start(self) -> None:
+        command = [sys.executable, "-c", _RELAY, str(self._to), str(self.port)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.port = int(self._process.stdout.readline())
 
     def say(self, word: str) -> None:
-        """Tell the process to `cut` connections, to `silence` them (they stay open, and nothing passes) or to `mend` them."""
-        self._process.stdin.write(word + "\n")
-        self._process.stdin.flush()
-        self._process.stdout.readline()
+        """`cut` the connections, `silence` them (they stay open, and nothing passes) or `mend` them."""
+        if word == "silence":
+            self._process.send_signal(signal.SIGSTOP)
+        elif word == "cut":
+            self.__exit__()
+        elif self._process.poll() is None:
+            self._process.send_signal(signal.SIGCONT)
+        else:
+            self._start()
 
     def __enter__(self) -> Relay:
         return self

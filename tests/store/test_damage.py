@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from reflogp.store import DamagedStoreError, Store, UsageError
+from reflogp.store import DamagedStoreError, Store, StoreUnavailableError, UsageError
 from tests.store.rows import REFERENCE, some_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,8 +123,15 @@ def test_what_is_no_store(tmp_path):
             store.create_table(REFERENCE)
         with pytest.raises(UsageError, match=says):
             store[REFERENCE.reference_id]
-    with pytest.raises(UsageError, match="is not a reflogp store"):
-        Store(tmp_path / "folder").references()
+    for place, says in {
+        tmp_path / "folder": "is not a reflogp store",
+        tmp_path / "nowhere": "there is no store",
+        "s4://team/logps": "the scheme is not supported; use a folder, or an s3://, gs:// or az:// URI",
+    }.items():
+        with pytest.raises(UsageError, match=says):
+            Store(place).references()
+    with pytest.raises(StoreUnavailableError, match="cannot be"):
+        Store(tmp_path / "file" / "store").create_table(REFERENCE)
     assert sorted(tmp_path.rglob("*")) == before
 
 

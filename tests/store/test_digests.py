@@ -80,23 +80,18 @@ def test_a_file_that_is_written_while_it_is_hashed_is_refused(tmp_path, cache):
     assert digest(file) == truth(file)
 
 
-def writable(own) -> None:
-    own.chmod(0o777)
-
-
-def of_another_user(own) -> None:
-    if os.getuid() != 0:
-        pytest.skip("only root can give a file to somebody else")
-    os.chown(own, 12345, 12345)
-
-
 def a_link(own) -> None:
     elsewhere = own.parent.with_name("elsewhere")
     own.rename(elsewhere)
     own.symlink_to(elsewhere)
 
 
-@pytest.mark.parametrize("change", [writable, of_another_user, a_link])
+ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to somebody else")
+
+
+@pytest.mark.parametrize(
+    "change", [lambda own: own.chmod(0o777), pytest.param(lambda own: os.chown(own, 12345, 12345), marks=ROOT_ONLY), a_link]
+)
 def test_digests_that_others_can_write_are_not_believed(tmp_path, cache, caplog, monkeypatch, change):
     monkeypatch.setattr(digests, "_CLOCK_STEP_SECONDS", 0)  # digests of files that changed a moment ago are remembered too
     file = tmp_path / "weights"

@@ -20,20 +20,13 @@ FIXTURE = Path(__file__).parent / "format-1"
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "store-format.md"
 
 
-@pytest.fixture
-def first_version(tmp_path):
-    """Copy a store that reflogp 0.1.0 wrote: appends, a longer row, a compaction, another append.
-
-    The store must never be made anew.
-    """
+def test_a_store_of_the_first_version_is_read_and_written(tmp_path):
+    """reflogp 0.1.0 wrote it: appends, a longer row, a compaction, another append. It must never be made anew."""
     shutil.copytree(FIXTURE / "store", tmp_path / "store")
-    return Store(tmp_path / "store")
-
-
-def test_a_store_of_the_first_version_is_read_and_written(first_version):
+    store = Store(tmp_path / "store")
     expected = {bytes.fromhex(key): values for key, values in json.loads((FIXTURE / "expected.json").read_text()).items()}
-    [reference] = first_version.references()
-    table = first_version.create_table(reference)
+    [reference] = store.references()
+    table = store.create_table(reference)
     assert not table.verify()
     keys = pa.array(list(expected), pa.binary(16))
     assert [values.tolist() for values in table.snapshot().token_logps(keys)] == list(expected.values())

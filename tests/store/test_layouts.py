@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import _get_resolved_checkpoint_files
 
-from reflogp.store import CheckpointError, ReflogpError, describe_reference, read_checkpoint
+from reflogp.store import CheckpointError, ReflogpError, checkpoint, describe_reference, read_checkpoint
 
 
 @pytest.fixture
@@ -133,9 +133,9 @@ def test_an_adapter_without_a_base_model_is_one_sentence(model, tmp_path):
 CODE = "class A: ...\nclass B: ...\n"
 
 
-def with_code(model, folder: Path, auto_map: dict, files: dict[str, str]) -> str:
+def with_code(model, folder: Path, code: str, files: dict[str, str]) -> str:
     single(model, folder)
-    edit(folder / "config.json", auto_map=auto_map)
+    edit(folder / "config.json", auto_map={"AutoModelForCausalLM": code})
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
@@ -147,31 +147,22 @@ def test_modeling_code_belongs_to_the_id_wherever_it_lies(model, tmp_path, monke
     other = tmp_path / "repository"
     other.mkdir()
     (other / "modeling.py").write_text(CODE)
-    import reflogp.store.checkpoint as checkpoint
-
     original = checkpoint.resolve_model
     repositories = {"team/code": other, "team/fork": other}
     monkeypatch.setattr(
         checkpoint, "resolve_model", lambda name, *more, **others: repositories.get(name) or original(name, *more, **others)
     )
     here = {"modeling.py": CODE, "parts/layers.py": "WIDTH = 1\n"}
-    cases = {
-        "plain": with_code(model, tmp_path / "plain", {"AutoModelForCausalLM": "modeling.A"}, here),
-        "class": with_code(model, tmp_path / "class", {"AutoModelForCausalLM": "modeling.B"}, here),
-        "subfolder": with_code(
-            model, tmp_path / "sub", {"AutoModelForCausalLM": "modeling.A"}, {**here, "parts/layers.py": "WIDTH = 2\n"}
-        ),
-        "elsewhere": with_code(model, tmp_path / "elsewhere", {"AutoModelForCausalLM": "team/code--modeling.A"}, {}),
-        "fork": with_code(model, tmp_path / "fork", {"AutoModelForCausalLM": "team/fork--modeling.A"}, {}),
-    }
+    cases = [("modeling.A", here), ("modeling.B", here), ("modeling.A", {**here, "parts/layers.py": "WIDTH = 2\n"})]
+    cases += [("team/fork--modeling.A", {}), ("team/code--modeling.A", {})]
+    ids = [with_code(model, tmp_path / str(number), *case) for number, case in enumerate(cases)]
     (other / "modeling.py").write_text(CODE + "# changed\n")
-    cases["changed elsewhere"] = describe_reference(str(tmp_path / "elsewhere"), "float32").reference_id
-    assert len(set(cases.values())) == len(cases)
-    again = with_code(model, tmp_path / "again", {"AutoModelForCausalLM": "modeling.A"}, here)
-    assert again == cases["plain"]
+    ids.append(describe_reference(str(tmp_path / "4"), "float32").reference_id)
+    assert len(set(ids)) == 6
+    assert with_code(model, tmp_path / "again", "modeling.A", here) == ids[0]
 
 
 def test_code_that_cannot_be_found_is_an_error(model, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ReflogpError, match="nobody/nothing"):
-        with_code(model, tmp_path / "model", {"AutoModelForCausalLM": "nobody/nothing--modeling.A"}, {})
+        with_code(model, tmp_path / "model", "nobody/nothing--modeling.A", {})

@@ -10,17 +10,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from reflogp.store import SnapshotNotFoundError, Store, UsageError, import_folder, join_logps
-from tests.store.rows import REFERENCE, pairs_of, some_rows
+from tests.store.rows import REFERENCE, some_rows
 
 
 def values_of(snapshot, keys):
     return [values.tolist() for values in snapshot.token_logps(keys)]
 
 
-def age(table, hours: float) -> None:
-    """Set the age of every file in the table's folder, for vacuum. The time stamps in the log stay unchanged."""
+def age(files, hours: float) -> None:
     then = time.time() - hours * 3600
-    for file in Path(table.uri).glob("*.parquet*"):
+    for file in files:
         os.utime(file, (then, then))
 
 
@@ -37,9 +36,11 @@ def test_a_reader_from_before_a_compaction_goes_on(table, tmp_path):
 
 
 def test_a_join_at_a_snapshot_is_the_same_bits_after_later_writes_and_compaction(table):
-    dataset, rows = pairs_of(200)
-    table.append(rows.slice(0, 150))
-    table.append(rows.slice(150))
+    rows = range(200)
+    ids = {"prompt_ids": [[i, 1, 2] for i in rows], "chosen_ids": [[i + t for t in range(10)] for i in rows]}
+    dataset = pa.table({**ids, "rejected_ids": [[i + t for t in range(8)] for i in rows]})
+    for completion in (10, 8):
+        table.append(some_rows(0, 200, values=completion, seed=completion, completion=completion)[1])
     at = table.snapshot()
     settings = [{}, {"max_length": 8}, {"ld_alpha": 0.3, "max_length": 9}]
     before = [join_logps(dataset, at, **s).logps for s in settings]
@@ -100,7 +101,7 @@ def test_vacuum_removes_what_a_killed_writer_left_and_spares_what_is_young(table
     half_written = Path(table.uri) / "shard-half.parquet"
     half_written.write_bytes(b"PAR1")
     assert table.vacuum(1) == []
-    age(table, hours=2)
+    age(Path(table.uri).glob("*.parquet"), hours=2)
     assert sorted(table.vacuum(1)) == sorted([left_behind.path, half_written.name])
     assert not (Path(table.uri) / left_behind.path).exists()
     assert not half_written.exists()
@@ -118,9 +119,7 @@ def test_vacuum_deletes_log_entries_that_are_older_than_a_checkpoint_and_a_month
     keys, rows = some_rows(0, 120)
     for number in range(120):
         table.append(rows.slice(number, 1))
-    then = time.time() - 40 * 24 * 3600
-    for file in log.iterdir():
-        os.utime(file, (then, then))
+    age(log.iterdir(), hours=40 * 24)
     before = len(list(log.glob("*.json")))
     assert table.vacuum() == []
     assert len(list(log.glob("*.json"))) < before / 2

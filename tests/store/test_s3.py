@@ -46,26 +46,6 @@ def test_append_compact_vacuum_and_old_snapshots(uri):
         Store("s3://logps/nothing-here").references()
 
 
-def test_two_writers_and_a_lost_race(uri, monkeypatch):
-    """The server refuses the second of two commits with the same number, by a conditional put instead of a lock."""
-    first, second = Store(uri).create_table(REFERENCE), Store(uri).create_table(REFERENCE)
-    keys, mine = some_rows(0, 10, seed=1)
-    _, theirs = some_rows(0, 20, seed=2)
-    original = first._commit
-    outcomes = []
-
-    def late(*arguments):
-        if not outcomes:
-            second.append(theirs)
-        outcomes.append(original(*arguments))
-        return outcomes[-1]
-
-    monkeypatch.setattr(first, "_commit", late)
-    assert first.append(some_rows(10, 20, seed=3)[1]).written == 10
-    assert outcomes == [False, True]
-    assert values_of(first, keys) == theirs["token_logps"].to_pylist()[:10] != mine["token_logps"].to_pylist()
-
-
 def test_credentials_from_a_profile(server, tmp_path):
     """The environment holds no key; the key is only in the files that every S3 tool reads."""
     (tmp_path / "credentials").write_text("[team]\naws_access_key_id = someone\naws_secret_access_key = not-a-secret\n")

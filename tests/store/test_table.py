@@ -4,14 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from reflogp.store import (
-    LogprobTable,
-    ReferenceNotFoundError,
-    Store,
-    StoreUnavailableError,
-    UsageError,
-    sequence_keys,
-)
+from reflogp.store import LogprobTable, ReferenceNotFoundError, Store, UsageError, sequence_keys
 from reflogp.store.schema import shard_table
 from tests.store.rows import REFERENCE, some_rows
 
@@ -154,13 +147,3 @@ def test_a_table_by_its_reference_its_id_or_its_name(table, tmp_path):
         store["other"]
     with pytest.raises(ReferenceNotFoundError, match="cd" * 16):
         store["cd" * 16]
-
-
-def test_what_cannot_be_a_store(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StoreUnavailableError, match="cannot be"):
-        Store(tmp_path / "file" / "store").create_table(REFERENCE)
-    with pytest.raises(UsageError, match="no store"):
-        Store(tmp_path / "nowhere").references()
-    with pytest.raises(UsageError, match="the scheme is not supported; use a folder, or an s3://, gs:// or az:// URI"):
-        Store("s4://team/logps").references()
