@@ -121,6 +121,11 @@ def reflogp(monkeypatch, capsys):
     return run
 
 
+def last_object(stdout: str) -> dict:
+    """What a command with --json says."""
+    return json.loads(stdout.strip().splitlines()[-1])
+
+
 def pytest_terminal_summary(terminalreporter) -> None:
     """Show what tests recorded as `told`; pytest-xdist brings it here from its processes."""
     for report in terminalreporter.getreports("passed"):

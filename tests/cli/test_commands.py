@@ -2,21 +2,19 @@
 
 import json
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from reflogp.service.registry import with_dtypes
 from reflogp.service.settings import read_settings
 from reflogp.store import Store, describe_reference
-from tests.conftest import write_rows
+from tests.conftest import last_object, write_rows
+from tests.scoring.stored_rows import rows_of, same_rows
+from tests.service.serving import wait_until
 
 DONE, FAILED, USAGE, MISSES = 0, 1, 2, 3
 
@@ -29,13 +27,8 @@ def score(reflogp, reference_folder, tmp_path):
     )
 
 
-def last_object(stdout: str) -> dict:
-    return json.loads(stdout.strip().splitlines()[-1])
-
-
 def one_sentence(stderr: str) -> str:
-    """The error message; fails on a traceback."""
-    assert "Traceback" not in stderr
+    """The error message, and there is no other."""
     lines = [line for line in stderr.strip().splitlines() if line.startswith("reflogp:")]
     assert len(lines) == 1, stderr
     return lines[0]
@@ -55,15 +48,13 @@ def test_score_twice_then_join(score, reflogp, reference_folder, pairs_file, tmp
         "join", reference_folder, pairs_file, "--store", tmp_path / "store", "-o", output, "--dtype", "float32"
     )
     joined = pq.read_table(output)
-    assert code == DONE
-    assert joined.num_rows == 40
+    assert (code, joined.num_rows) == (DONE, 40)
     assert joined["prompt"].to_pylist() == [json.loads(line)["prompt"] for line in pairs_file.read_text().splitlines()]
     assert (joined["ref_chosen_logps"].to_numpy() < 0).all()
     assert (joined["ref_chosen_tokens"].to_numpy() > 0).all()
     assert joined["ref_row"].to_pylist() == list(range(40))
     note = json.loads(joined.schema.metadata[b"reflogp"])
-    assert note["reference_id"] == first["reference_id"]
-    assert note["snapshot"] == first["snapshot"]
+    assert (note["reference_id"], note["snapshot"]) == (first["reference_id"], first["snapshot"])
 
 
 def test_join_names_what_is_missing_and_the_command_that_scores_it(
@@ -87,19 +78,15 @@ def test_store_ls_and_verify(score, reflogp, pairs_file, tmp_path):
     score(pairs_file)
     code, out, _ = reflogp("store", "ls", tmp_path / "store", "--json")
     [reference] = last_object(out)["references"]
-    assert code == DONE
-    assert reference["sequences"] > 0
+    assert code == DONE and reference["sequences"] > 0
     assert reflogp("store", "ls", tmp_path / "store")[1].count(reference["reference_id"]) == 1
     assert reflogp("store", "verify", tmp_path / "store")[0] == DONE
     [shard] = (tmp_path / "store").glob("*/logprobs/shard-*.parquet")
     shard.write_bytes(shard.read_bytes()[:-50])
     code, _, err = reflogp("store", "verify", tmp_path / "store")
-    assert code == FAILED
-    assert shard.name in err
-    assert "--repair" in err
+    assert code == FAILED and shard.name in err and "--repair" in err
     code, _, err = score(pairs_file)
-    assert code == FAILED
-    assert f"reflogp store verify {tmp_path}" in one_sentence(err.replace("reflogp: warning:", ""))
+    assert code == FAILED and f"reflogp store verify {tmp_path}" in one_sentence(err.replace("reflogp: warning:", ""))
     code, out, _ = reflogp("store", "verify", tmp_path / "store", "--repair", "--json")
     assert code == DONE
     assert [damage["repaired"] for damage in last_object(out)["damaged"]] == [True]
@@ -125,38 +112,28 @@ def test_store_compact_vacuum_export_import(score, reflogp, pairs_file, referenc
     store = tmp_path / "store"
     [before] = last_object(reflogp("store", "ls", store, "--json")[1])["references"]
     [done] = last_object(reflogp("store", "compact", store, "--json")[1])["compacted"]
-    assert (done["shards_before"], done["shards_after"]) == (before["shards"], 1)
-    assert done["rows"] == before["sequences"]
-    code, out, _ = reflogp("store", "vacuum", store, "--retention-hours", 0)
-    assert code == USAGE
-    assert len(
-        last_object(reflogp("store", "vacuum", store, "--retention-hours", 0, "--alone", "--dry-run", "--json")[1])["deleted"]
-    )
-    code, out, _ = reflogp("store", "vacuum", store, "--retention-hours", 0, "--alone")
-    assert f"{before['shards']} files deleted" in out
+    assert (done["shards_before"], done["shards_after"], done["rows"]) == (before["shards"], 1, before["sequences"])
+    vacuum = ("store", "vacuum", store, "--retention-hours", 0)
+    assert reflogp(*vacuum)[0] == USAGE
+    [would] = last_object(reflogp(*vacuum, "--alone", "--dry-run", "--json")[1])["deleted"]
+    assert len(would["files"]) == before["shards"]
+    assert f"{before['shards']} files deleted" in reflogp(*vacuum, "--alone")[1]
+
+    join = ["join", reference_folder, pairs_file, "--store", store, "-o", tmp_path / "out.parquet", "--dtype", "float32"]
+    for number, says in ((1, "was vacuumed"), (999, "has no snapshot 999")):
+        code, _, err = reflogp(*join, "--snapshot", number)
+        assert code == FAILED and says in one_sentence(err)
+    assert not (tmp_path / "out.parquet").exists()
+    assert reflogp(*join)[0] == DONE
+
     assert reflogp("store", "export", store, tmp_path / "shared")[0] == DONE
     code, _, err = reflogp("store", "export", store, tmp_path / "shared")
-    assert code == USAGE
-    assert "is not an empty folder" in one_sentence(err)
+    assert code == USAGE and "is not an empty folder" in one_sentence(err)
     assert reflogp("store", "export", store, tmp_path / "x", "--reference", "ffff")[0] == USAGE
     imported = last_object(reflogp("store", "import", tmp_path / "other", tmp_path / "shared", "--json")[1])
     assert imported["written"] == before["sequences"]
     code, out, _ = reflogp("score", reference_folder, pairs_file, "--store", tmp_path / "other", "--dtype", "float32", "--json")
     assert last_object(out)["scored"] == 0
-
-
-def test_a_join_at_a_snapshot_that_was_vacuumed_or_never_was(score, reflogp, pairs_file, reference_folder, tmp_path):
-    score(pairs_file, "--commit-sequences", "20")
-    store = tmp_path / "store"
-    reflogp("store", "compact", store)
-    reflogp("store", "vacuum", store, "--retention-hours", 0, "--alone")
-    join = ["join", reference_folder, pairs_file, "--store", store, "-o", tmp_path / "out.parquet", "--dtype", "float32"]
-    for number, says in ((1, "was vacuumed"), (999, "has no snapshot 999"), (-1, "has no snapshot -1")):
-        code, _, err = reflogp(*join, "--snapshot", number)
-        assert code == FAILED
-        assert says in one_sentence(err)
-    assert not (tmp_path / "out.parquet").exists()
-    assert reflogp(*join)[0] == DONE
 
 
 def test_one_broken_reference_does_not_hide_the_others(score, reflogp, pairs_file, tmp_path):
@@ -171,8 +148,7 @@ def test_one_broken_reference_does_not_hide_the_others(score, reflogp, pairs_fil
     code, out, err = reflogp("store", "ls", store, "--json")
     assert code == FAILED
     assert [entry["reference_id"] for entry in last_object(out)["references"]] == [whole.name]
-    assert "ee" * 16 in err
-    assert "dd" * 16 in err
+    assert "ee" * 16 in err and "dd" * 16 in err
     assert reflogp("store", "verify", store, "--reference", whole.name)[0] == DONE
 
 
@@ -183,45 +159,8 @@ def test_help_and_version(reflogp):
     assert reflogp("--version")[1].startswith("reflogp 0")
 
 
-# Bad input: one clear sentence, the exit code of DESIGN.md, nothing committed is harmed.
-
-
-@pytest.fixture
-def intact(score, pairs_file, reflogp, tmp_path):
-    """Scores something first; afterwards checks that it is all still there and whole."""
+def test_rows_that_cannot_be_used(score, reflogp, pairs_file, tmp_path, pair_rows):
     score(pairs_file)
-    yield
-    assert reflogp("store", "verify", tmp_path / "store")[0] == DONE
-    assert last_object(score(pairs_file, "--json")[1])["hits"] == 80
-
-
-def with_cut_weights(folder):
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-7])
-
-
-def without_special_tokens(folder):
-    for file in filter(Path.is_file, (folder / "tokenizer_config.json", folder / "special_tokens_map.json")):
-        kept = {name: value for name, value in json.loads(file.read_text()).items() if name not in ("pad_token", "eos_token")}
-        file.write_text(json.dumps(kept))
-
-
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [
-        (with_cut_weights, "truncated"),
-        (without_special_tokens, "EOS"),
-    ],
-)
-def test_a_broken_model(score, reference_folder, tmp_path, intact, damage, says):
-    model = Path(shutil.copytree(reference_folder, tmp_path / "broken"))
-    damage(model)
-    plain = write_rows(tmp_path / "plain.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
-    code, _, err = score(plain, model=model)
-    assert code == FAILED and says in one_sentence(err)
-
-
-def test_rows_that_cannot_be_used(score, tmp_path, pair_rows, intact):
     code, _, err = score(write_rows(tmp_path / "w.jsonl", [{"question": "a", "answer": "b"}]))
     assert code == USAGE and "answer, question" in one_sentence(err)
     (tmp_path / "x.jsonl").write_bytes(b"PAR1\x90\n\xff\n")
@@ -232,25 +171,35 @@ def test_rows_that_cannot_be_used(score, tmp_path, pair_rows, intact):
     code, out, err = score(some, "--json")
     assert code == MISSES and "row 1: chosen is null" in err and "row 3: not JSON" in err
     assert (last_object(out)["sequences"], last_object(out)["bad_row_numbers"]) == (4, [1, 3])
+    assert reflogp("store", "verify", tmp_path / "store")[0] == DONE
+    assert last_object(score(pairs_file, "--json")[1])["hits"] == 80
 
 
 @pytest.mark.parametrize(
-    "change, says",
+    ("arguments", "exit_code", "says"),
     [
-        ({"model": "./nowhere"}, "no such folder"),
-        ({"data": "nowhere.jsonl"}, "no such file"),
-        ({"options": ["--dtype", "int3"]}, "dtype"),
-        ({"options": ["--truncation-mode", "middle"]}, "keep_start"),
-        ({"options": ["--token-budget", "many"]}, "token-budget"),
-        ({"options": ["--format", "ppo"]}, "--format"),
-        ({"options": ["--store", "s3:/bucket"]}, "two slashes"),
+        ("score ./nowhere {data} --store {store}", USAGE, "no such folder"),
+        ("score {model} nowhere.jsonl --store {store}", USAGE, "no such file"),
+        ("score {model} {data} --store {store} --dtype float8", USAGE, "float8"),
+        ("score {model} {data} --store {store} --truncation-mode middle", USAGE, "keep_start"),
+        ("score {model} {data} --store {store} --max-length x", USAGE, "a valid integer"),
+        ("score {model} {data} --store s3:/bucket", USAGE, "two slashes"),
+        ("join {model} {data} --store {store} -o {store}.parquet", USAGE, "there is no store"),
+        ("store ls {store} --reference x", USAGE, "No such option"),
+        ("jobs ls http://127.0.0.1:9", FAILED, "the request to http://127.0.0.1:9 failed"),
     ],
 )
-def test_bad_usage(reflogp, reference_folder, pairs_file, tmp_path, change, says):
-    model, data = change.get("model", reference_folder), change.get("data", pairs_file)
-    code, _, err = reflogp("score", model, data, "--store", tmp_path / "s", *change.get("options", []))
-    assert code == USAGE
-    assert says in " ".join(err.replace("│", "").split()) and "Traceback" not in err
+def test_an_error_is_one_sentence_and_json_where_that_is_wanted(
+    reflogp, reference_folder, pairs_file, tmp_path, monkeypatch, arguments, exit_code, says
+):
+    monkeypatch.setattr("reflogp.client.protocol.LONGEST_PAUSE", 0.01)
+    given = arguments.format(model=reference_folder, data=pairs_file, store=tmp_path / "store").split()
+    code, out, err = reflogp(*given)
+    assert (code, out) == (exit_code, "")
+    assert says in " ".join(err.replace("│", "").split())
+    code, out, _ = reflogp(*given, "--json")
+    assert code == exit_code
+    assert last_object(out).keys() == {"error"} and says in last_object(out)["error"]
 
 
 def test_an_output_that_would_overwrite_the_data_is_refused(score, reflogp, reference_folder, pairs_file, tmp_path):
@@ -276,25 +225,6 @@ def test_a_service_computes_in_the_dtype_that_score_would(reflogp, reference_fol
     [scored] = Store(tmp_path / "store").references()
     assert with_dtypes(settings).references["sft"].dtype == scored.dtype
     assert before == "float32" and scored.dtype == (dtype or before)
-
-
-def test_an_error_is_json_too(reflogp, reference_folder, pairs_file, tmp_path, monkeypatch):
-    score = ("score", reference_folder, pairs_file, "--store", tmp_path / "store", "--json")
-    join = ("join", reference_folder, pairs_file, "--store", tmp_path / "none", "-o", tmp_path / "j.parquet", "--json")
-    for arguments, exit_code, says in (
-        ((*score, "--dtype", "float8"), USAGE, "float8"),
-        ((*score, "--max-length", "x"), USAGE, "a valid integer"),
-        (join, USAGE, "there is no store"),
-        (("store", "ls", tmp_path, "--reference", "x", "--json"), USAGE, "No such option"),
-        (("jobs", "ls", "http://127.0.0.1:9", "--json"), FAILED, "the request to http://127.0.0.1:9 failed"),
-    ):
-        monkeypatch.setattr("reflogp.client.protocol.LONGEST_PAUSE", 0.01)
-        code, out, err = reflogp(*arguments)
-        assert (code, set(last_object(out))) == (exit_code, {"error"}), (arguments, err)
-        assert says in last_object(out)["error"]
-        assert says in " ".join(err.replace("│", "").split())
-        without = [argument for argument in arguments if argument != "--json"]
-        assert reflogp(*without)[:2] == (exit_code, "")
 
 
 def test_an_error_that_nobody_foresaw_is_json_too(monkeypatch, capsys, tmp_path):
@@ -327,35 +257,20 @@ def test_ctrl_c_exits_with_130_in_every_command(reflogp, monkeypatch, tmp_path):
 def test_kill_9_in_the_middle_loses_nothing_that_was_committed(reflogp, reference_folder, pair_rows, tmp_path):
     """A real process, killed after its first commits; the second run's values equal an undisturbed run's."""
     data = write_rows(tmp_path / "pairs.jsonl", pair_rows[:100])
-    reference = describe_reference(str(reference_folder), "float32")
+    reference_id = describe_reference(str(reference_folder), "float32").reference_id
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
 
     def arguments(store):
         some = ("--token-budget", 400, "--commit-sequences", 10)
         return ("score", reference_folder, data, "--store", store, "--dtype", "float32", "--json", *some)
 
-    def rows_in(store):
-        try:
-            return Store(store)[reference.reference_id].snapshot()
-        except Exception:
-            return ()
-
-    command = [Path(sys.executable).with_name("reflogp"), *arguments(tmp_path / "killed")]
+    command = [Path(sys.executable).with_name("reflogp"), *arguments(killed)]
     process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while len(rows_in(tmp_path / "killed")) < 20:
-        assert process.poll() is None, "it finished before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    process.send_signal(signal.SIGKILL)
+    wait_until(lambda: len(list(killed.glob("*/logprobs/_delta_log/*.json"))) > 3)
+    assert process.poll() is None, "it finished before it could be killed"
+    process.kill()
     process.wait()
-    committed = len(rows_in(tmp_path / "killed"))
-    second, whole = (last_object(reflogp(*arguments(tmp_path / name))[1]) for name in ("killed", "whole"))
-    assert 20 <= committed < whole["scored"]
-    assert second["scored"] == whole["scored"] - committed
-
-    shards = (tmp_path / "whole").glob("*/logprobs/shard-*.parquet")
-    values = {row["key"]: row["token_logps"] for path in shards for row in pq.read_table(path).to_pylist()}
-    snapshot = rows_in(tmp_path / "killed")
-    assert len(snapshot) == whole["scored"] == len(values)
-    stored = snapshot.token_logps(pa.array(list(values), pa.binary()))
-    assert max(np.abs(np.array(value) - got).max() for value, got in zip(values.values(), stored, strict=True)) <= 1e-5
+    committed = len(rows_of(killed, reference_id))
+    again, undisturbed = (last_object(reflogp(*arguments(store))[1])["scored"] for store in (killed, whole))
+    assert 0 < committed < undisturbed and again == undisturbed - committed
+    same_rows(rows_of(killed, reference_id), rows_of(whole, reference_id))
