@@ -1,7 +1,5 @@
 """`reflogp export --as distillkit`, decoded by what DistillKit's config.py and bitpack.py say of the format."""
 
-import json
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,7 +8,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import write_rows
+from tests.conftest import last_object, write_rows
 
 K = 5
 TEXTS = [{"text": "A teacher says how likely each token is."}, {"text": "So."}]
@@ -67,7 +65,7 @@ def test_rows_without_values_are_left_out_and_counted(stack, file, joined, reflo
     code, out, err = reflogp(*export)
     assert code == 3 and f"2 rows written for {stack}" in out and "left out 1 of 3 rows" in err
     assert len(pq.read_table(tmp_path / file)) == 2
-    summary = json.loads(reflogp(*export, "--json")[1].splitlines()[-1])
+    summary = last_object(reflogp(*export, "--json")[1])
     assert (summary["rows"], summary["written"], summary["missing"]) == (3, 2, 1)
 
 
