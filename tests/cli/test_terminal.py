@@ -9,10 +9,10 @@ import warnings
 
 import pytest
 
-from reflogp.cli import console, jobs
+from reflogp.cli import console, jobs, store
 from reflogp.cli.console import SafeConsole, progress_bar
 from reflogp.client.models import job_from
-from reflogp.store import Store
+from reflogp.store import ReflogpError, Store
 from tests.hostile_text import HOSTILE
 from tests.store.rows import REFERENCE, some_rows
 
@@ -29,23 +29,18 @@ def harmless(text: str) -> bool:
     return not any(character in text for character in HOSTILE if character != "\n")
 
 
-@pytest.fixture
-def terminal():
-    """A console as on a terminal, in colours, and what it has written."""
+def test_a_bar_shows_its_label_as_text(monkeypatch):
+    """As on a terminal, in colours."""
     sink = io.StringIO()
-    return SafeConsole(file=sink, force_terminal=True, color_system="truecolor", width=120), sink
-
-
-def test_a_bar_shows_its_label_as_text(monkeypatch, terminal):
-    err, sink = terminal
-    monkeypatch.setattr(console, "err", err)
+    terminal = SafeConsole(file=sink, force_terminal=True, color_system="truecolor", width=120)
+    monkeypatch.setattr(console, "err", terminal)
     with progress_bar(f"{MARKUP} {ALL}") as bar:
         bar.begin(10)
         bar.advance(1, 1)
         bar.bad_row(3, f"columns {ALL}")
     written = sink.getvalue()
     assert "\\u202e" in written and "[red]not red" in written and "evil.example" in written
-    assert "\x1b]" not in written and "\x07" not in written and "\x9b" not in written and "\u202e" not in written
+    assert not any(character in written for character in ("\x1b]", "\x07", "\x9b", "\u202e"))
     assert [line for line in written.split("\n") if "row 3: columns <" in line and "\\n" in line]
 
 
@@ -82,29 +77,20 @@ def test_the_name_of_a_model_in_a_store(reflogp, tmp_path):
     assert "[red]not red" in reflogp("store", "ls", tmp_path / "store")[1]
 
 
-def a_job(**fields) -> object:
-    """A job as a service may send it, every text of it hostile."""
+def test_what_a_service_says_of_a_job(capsys):
     text = ALL + MARKUP
     entry = {
-        "id": text,
-        "state": "failed",
-        "reference_id": text,
+        **dict.fromkeys(("id", "state", "reference_id", "submitted_by", "note", "error"), text),
         "settings": {"reference": text, "title": text, "format": text},
         "dataset": {"upload": text, "split": text},
         "progress": {"sequences": 4, "done": 1},
         "created_at": "2026-01-01T00:00:00+00:00",
-        "submitted_by": text,
-        "note": text,
-        "error": text,
         "summary": None,
     }
-    return job_from(entry | fields)
-
-
-def test_what_a_service_says_of_a_job(capsys):
-    bad = {"rows": 2, "examples": [0], "reason": ALL + MARKUP}
-    done = {"state": "done", "summary": {"snapshot": ALL, "rows": 1, "sequences": 1, "bad_row_reasons": [bad]}}
-    for job in (a_job(), a_job(state="queued"), a_job(state=ALL + MARKUP), a_job(**done)):
+    bad = {"rows": 2, "examples": [0], "reason": text}
+    summary = {"snapshot": text, "rows": 1, "sequences": 1, "bad_row_reasons": [bad]}
+    for fields in ({}, {"state": "failed"}, {"state": "queued"}, {"state": "done", "summary": summary}):
+        job = job_from(entry | fields)
         console.print_result({}, False, *jobs._described(job), "  ".join(jobs._cells(job).values()), *jobs.outcome(job))
     out, err = capsys.readouterr()
     assert harmless(out) and harmless(err) and "[red]not red" in out
@@ -131,9 +117,6 @@ def test_warnings_and_logs_of_libraries(reflogp, monkeypatch, tmp_path):
         # pytest-xdist sends what was logged to another process, as UTF-8.
         logging.getLogger("some.library").warning(ALL.encode("utf-8", "ignore").decode())
         raise ReflogpError(ALL)
-
-    from reflogp.cli import store
-    from reflogp.store import ReflogpError
 
     monkeypatch.setattr(store, "Store", noisy)
     code, out, err = reflogp("store", "ls", tmp_path)

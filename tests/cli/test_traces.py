@@ -1,4 +1,4 @@
-"""Traces of `reflogp score` and of `score` from Python: the spans that a real collector gets, and what happens without one."""
+"""Traces of `reflogp score`: the spans that a real collector gets, and what happens without one."""
 
 import os
 import signal
@@ -9,20 +9,15 @@ import time
 
 import pytest
 
-from reflogp.scoring import tracing
 from tests.collector import collector
 from tests.conftest import INTERRUPTIBLE, write_rows
 from tests.service.serving import token_rows, wait_until
 
-OFF = [sys.executable, "-m", "tests.without"]
-
 
 @pytest.fixture
 def taken():
-    tracing._process_provider.cache_clear()
     with collector() as found:
         yield found
-    tracing._process_provider.cache_clear()
 
 
 @pytest.fixture
@@ -82,33 +77,22 @@ def test_ctrl_c_ends_the_run_and_sends_its_spans(score, taken, tmp_path):
     assert len({span.id for span in taken.spans}) == len(taken.spans)
 
 
-@pytest.fixture
-def hanging():
-    """The URL of a server that accepts connections and never answers."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
-
-
-def test_a_collector_that_hangs_or_is_away_delays_a_run_by_a_few_seconds(score, tmp_path, hanging):
-    def plain_run(seed: int) -> float:
-        rows = write_rows(tmp_path / f"plain-{seed}.jsonl", token_rows(20, seed))
+def test_a_collector_that_hangs_or_is_away_delays_a_run_by_a_few_seconds(score, tmp_path):
+    def run(seed: int, **environment) -> tuple[float, str]:
+        rows = write_rows(tmp_path / f"{seed}.jsonl", token_rows(20, seed))
         began = time.monotonic()
-        assert score(rows).wait(120) == 0
-        return time.monotonic() - began
-
-    usual = plain_run(3)
-    took = []
-    for number, url in enumerate((hanging, "http://127.0.0.1:9")):
-        rows = write_rows(tmp_path / f"{number}.jsonl", token_rows(20, 10 + number))
-        began = time.monotonic()
-        process = score(rows, OTEL_EXPORTER_OTLP_ENDPOINT=url)
+        process = score(rows, **environment)
         out, err = process.communicate(timeout=120)
-        assert process.returncode == 0 and "40 scored" in out
-        took.append(time.monotonic() - began)
-        assert "Traceback" not in err, err
+        assert process.returncode == 0 and "40 scored" in out and "Traceback" not in err, err
+        return time.monotonic() - began, err
+
+    before, _ = run(3)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # it accepts connections and never answers
+        hanging, _ = run(4, OTEL_EXPORTER_OTLP_ENDPOINT=f"http://127.0.0.1:{server.getsockname()[1]}")
+    away, err = run(5, OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9")
     assert "Connection refused" in err, err
     # The machine may be busier or less busy than before, and the exporter is imported. The SDK itself would wait 30 s.
-    assert max(took) < 1.5 * max(usual, plain_run(4)) + 10
+    assert max(hanging, away) < 1.5 * max(before, run(6)[0]) + 10
 
 
 def test_without_the_extra_one_sentence_names_it_and_the_work_goes_on(score, tmp_path):
@@ -116,7 +100,7 @@ def test_without_the_extra_one_sentence_names_it_and_the_work_goes_on(score, tmp
     script = tmp_path / "command.py"
     told = "import atexit, sys\natexit.register(lambda: print('opentelemetry.sdk' in sys.modules))"
     script.write_text(f"{told}\n{INTERRUPTIBLE}")
-    python = (*OFF, "opentelemetry", "--", script)
+    python = (sys.executable, "-m", "tests.without", "opentelemetry", "--", script)
     file = write_rows(tmp_path / "rows.jsonl", token_rows(20, 6))
     process = score(file, python=python, OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:4318")
     out, err = process.communicate(timeout=120)
