@@ -44,7 +44,7 @@ LONGEST = (
     "examples/test_examples",
     "docs/test_blocks",
     "docs/test_reference",
-    "cli/test_score",
+    "cli/test_online_scores",
     "service/test_reader",
     "store/test_stress",
     "scoring/test_loading",
