@@ -4,7 +4,6 @@ The chat template renders everything in a message, so that a key that is null or
 1.0 changes the tokens.
 """
 
-import bz2
 import copy
 import csv
 import gzip
@@ -22,11 +21,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tokenizers.processors import TemplateProcessing
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 from reflogp.scoring.data.objects import open_dataset
 from reflogp.scoring.data.read import RowSource, table_of_rows
 from reflogp.scoring.data.tokenize import tokenize_dataset
+from reflogp.scoring.errors import DatasetError
 from reflogp.store import ReflogpError, UsageError, sequence_keys
 from tests.conftest import wider_data, write_rows
 from tests.versions import skip_before
@@ -81,6 +81,17 @@ def keys_of_trl(rows, tokenizer, folder, trainer=DPOTrainer) -> list[bytes]:
     return keys(prepared)
 
 
+def keys_of_sft(rows, tokenizer, folder) -> list[bytes]:
+    """The first token, or the prompt's tokens, which are in no loss, are the prompt of a key."""
+    args = SFTConfig(output_dir=str(folder), max_length=None, bf16=False, report_to=[], packing=False)
+    options = {"chat_template": None, "completion_only_loss": True, "_is_vlm": False, "padding_free": False}
+    trainer_parts = SimpleNamespace(_tokenizer=tokenizer, args=args, **options)
+    prepared = SFTTrainer._prepare_dataset(trainer_parts, rows, tokenizer, args, False, None, "train")
+    starts = [max(1, next(at for at, label in enumerate(labels) if label != -100)) for labels in prepared["labels"]]
+    split = [(ids[:start], ids[start:]) for ids, start in zip(prepared["input_ids"], starts, strict=True)]
+    return sequence_keys(*map(list, zip(*split, strict=True))).to_pylist()
+
+
 def keys_of_reflogp(data, tokenizer, split="train", form=None) -> tuple[list[bytes], dict[int, str]]:
     source = RowSource(str(data), split) if not isinstance(data, DATASETS) else open_dataset(data)
     windows = list(tokenize_dataset(source, tokenizer, form))
@@ -112,7 +123,7 @@ def whole(prompt: list, chosen: str, rejected: str, **more: Any) -> dict:
     return {"chosen": [*prompt, assistant(chosen)], "rejected": [*prompt, assistant(rejected)], **more}
 
 
-PLAIN = [{"prompt": f"{n} + 2 =", "chosen": f" {n + 2}", "rejected": f" {n + 3}, no"} for n in range(5)]
+PLAIN = [{"prompt": f"{n} + 2 =", "chosen": f" is {n + 2}", "rejected": f" is {n + 3}, no"} for n in range(5)]
 CHATS = [pair([user(f"What is {n} + 2?")], [assistant(f"{n + 2}")], [assistant(f"{n + 3}")]) for n in range(5)]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "integer"}}}}
 SAY = {"type": "function", "function": {"name": "say", "description": "Speak", "parameters": {"text": {"type": "string"}}}}
@@ -124,14 +135,12 @@ def call(name: str, **arguments: Any) -> dict:
 
 #: The rows of a JSON Lines file.
 ROWS: dict[str, list[dict]] = {
-    "plain": PLAIN,
-    "plain, implicit prompt": [{"chosen": "Q: 1? A: one", "rejected": "Q: 1? A: two"}, {"chosen": "x ", "rejected": "y "}],
-    "plain, HH": [
+    "plain": [*PLAIN, {"prompt": "", "chosen": "a b", "rejected": "c"}, {"prompt": "a", "chosen": "b", "rejected": ""}],
+    "plain, implicit prompt": [
         {"chosen": "\n\nHuman: Hi\n\nAssistant: Yes.", "rejected": "\n\nHuman: Hi\n\nAssistant: Yes. No."},
         {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant:  b"},
+        {"chosen": "x ", "rejected": "y "},
     ],
-    "plain, empty prompt": [{"prompt": "", "chosen": "a b", "rejected": "c"}, *PLAIN],
-    "plain, empty completion": [{"prompt": "a", "chosen": "b", "rejected": ""}, *PLAIN],
     "plain, EOS is there": [{"prompt": "a", "chosen": "b<|eos|>", "rejected": "c"}],
     "plain, unicode": [
         {
@@ -140,48 +149,34 @@ ROWS: dict[str, list[dict]] = {
             "rejected": "\ufeffא\u0000b",
         }
     ],
-    "conversational": CHATS,
-    "conversational, implicit prompt": [
-        whole([user("Hi"), assistant("Ho"), user("?")], "a", "b"),
-        whole([user("x")], "c", "d"),
-    ],
-    "conversational, ultrafeedback": [
-        whole([user("Hi")], "a", "b", prompt_id="0", messages=[user("Hi"), assistant("a")], score_chosen=8.5, score_rejected=7),
-        whole([user("Ho")], "c", "d", prompt_id="1", messages=[user("Ho"), assistant("c")], score_chosen=8, score_rejected=7.0),
-    ],
-    "conversational, system message": [pair([{"role": "system", "content": "Be brief."}, user("Hi")]), pair()],
-    "conversational, several turns": [
+    "conversational": [
+        *CHATS,
+        pair([{"role": "system", "content": "Be brief."}, user("Hi")]),
         pair([user("a"), assistant("b"), user("c")]),
         pair(chosen=[assistant("a"), user("b"), assistant("c")]),
+        pair([user("a"), assistant("b")]),
+        pair([user("c"), assistant("")]),
     ],
-    "conversational, prompt ends in an assistant's turn": [pair([user("a"), assistant("b")]), pair([user("c"), assistant("")])],
-    "key in all messages": [pair([user("Hi", name="Ann")], [assistant("a", name="Bob")], [assistant("b", name="Bob")])],
+    "conversational, implicit prompt beside other columns": [
+        whole([user("Hi")], "a", "b", prompt_id="0", messages=[user("Hi"), assistant("a")], score_chosen=8.5, score_rejected=7),
+        whole([user("Ho"), assistant("?"), user("!")], "c", "d", messages=[user("Ho")], score_chosen=8, score_rejected=7.0),
+    ],
     "key in some messages": [pair([user("Hi", name="Ann"), assistant("Ho"), user("x")]), pair()],
     "key in the messages of some rows": [pair(), pair([user("Hi", name="Ann")])],
-    "key in some messages, implicit prompt": [
-        whole([user("Hi", name="Ann"), assistant("Ho"), user("x")], "a", "b"),
-        whole([user("y")], "c", "d"),
-    ],
     "key that is null": [pair([user("Hi", name=None)]), pair([user("Hi", name="Ann")])],
     "keys in another order": [pair(), pair([{"content": "Hi", "role": "user"}])],
-    "null content": [pair([user("2 + 3?"), call("add", a=2, b=3), {"role": "tool", "content": "5"}]), pair()],
     "tool calls with other arguments": [
         pair([user("Hi"), call("add", a=2, b=3), {"role": "tool", "content": "5"}]),
         pair([user("Hi"), call("say", text="x"), {"role": "tool", "content": "x"}]),
     ],
-    "content in parts": [pair([user([{"type": "text", "text": "Hi"}])])],
     "content in parts in some rows": [pair([user([{"type": "text", "text": "Hi"}])]), pair()],
     "message keys that are numbers": [pair([user("Hi", weight=1)]), pair([user("Ho", weight=0.5)])],
     "contents that are dates": [pair([user("2024-01-02")], [assistant("2024-01-03")], [assistant("2024-01-04")])],
-    "tools": [pair(tools=[ADD]), pair(tools=[ADD, ADD])],
     "tools that differ": [pair(tools=[ADD]), pair(tools=[ADD, SAY]), pair(tools=[SAY])],
     "tools that differ in the order of keys": [pair(tools=[{"name": "a", "x": 1}]), pair(tools=[{"x": 1, "name": "a"}])],
     "tools with whole and other numbers": [pair(tools=[{"name": "a", "max": 1}]), pair(tools=[{"name": "b", "max": 0.5}])],
     "tools as text": [pair(tools=json.dumps([ADD])), pair(tools=json.dumps([ADD, SAY]))],
-    "tools in some rows": [pair(tools=[ADD]), pair()],
     "tools in later rows": [pair(), pair(tools=[ADD])],
-    "tools null in some rows": [pair(tools=[ADD]), pair(tools=None)],
-    "kwargs": [pair(chat_template_kwargs={"mode": "fast", "budget": n}) for n in range(2)],
     "kwargs that differ": [pair(chat_template_kwargs={"mode": "fast"}), pair(chat_template_kwargs={"budget": 2})],
     "kwargs with whole and other numbers": [
         pair(chat_template_kwargs={"budget": 1}),
@@ -192,14 +187,21 @@ ROWS: dict[str, list[dict]] = {
         pair(chat_template_kwargs={"mode": "x", "budget": 2}),
     ],
     "other columns of many types": [pair(meta={"a": 1}), pair(meta={"b": [1, {"c": None}]}), pair(meta=None)],
+    "sft, messages": [
+        {"n": 1, "messages": [{"role": "system", "content": "Hm."}, user("a"), assistant("b"), user("c"), assistant("d")]},
+        {"n": 2, "messages": [user("a"), assistant("b")]},
+    ],
+    "sft, conversations": [{"conversations": [{"from": "user", "value": "a"}, {"from": "assistant", "value": "b"}]}],
+    "sft, tools and kwargs": [
+        {"messages": [user("a"), assistant("b")], "tools": json.dumps([ADD]), "chat_template_kwargs": {"mode": "fast"}}
+    ],
+    "sft, text": [{"text": "Once upon a time."}, {"text": "An end.<|eos|>"}],
+    "sft, prompt and completion": [{"prompt": [user("a"), assistant("b"), user("c")], "completion": [assistant("d")]}],
+    "sft, plain prompt and completion": [{"prompt": "Two and two? ", "completion": "Four."}],
     "kto, plain": [{"prompt": "a", "completion": " b", "label": True}, {"prompt": "c", "completion": " d", "label": False}],
     "kto, conversational": [
         {"prompt": [user("Hi")], "completion": [assistant("a")], "label": True},
         {"prompt": [user("Hi", name="Ann")], "completion": [assistant("b")], "label": False},
-    ],
-    "kto, labels as numbers": [
-        {"prompt": "a", "completion": " b", "label": 1},
-        {"prompt": "c", "completion": " d", "label": 0},
     ],
 }
 
@@ -211,30 +213,21 @@ def loaded(kind: str, file: Any) -> datasets.Dataset:
 
 #: What TRL did before 1.14.
 CUT_BEFORE = "begins completions where the prompt's own tokens end, and ends plain text with EOS whether it has one or not"
-#: Rows that begin otherwise with the awkward tokenizer.
-WITH_BOS = (
-    "plain",
-    "plain, implicit prompt",
-    "plain, EOS is there",
-    "plain, unicode",
-    "conversational, implicit prompt",
-    "conversational, system message",
-    "conversational, several turns",
-    "tools that differ",
-    "tools as text",
-    "kwargs that differ",
-)
 
 
-@pytest.mark.parametrize(("name", "which"), [*((name, "telling") for name in ROWS), *((name, "awkward") for name in WITH_BOS)])
+@pytest.mark.parametrize("which", ["telling", "awkward"])
+@pytest.mark.parametrize("name", ROWS)
 def test_rows_of_json_lines(name, which, request, tmp_path):
-    if which == "awkward" or name == "plain, EOS is there":
+    if which == "awkward" or name in ("plain, EOS is there", "sft, plain prompt and completion"):
         skip_before("trl", "1.14", CUT_BEFORE)
     if name == "contents that are dates":
         skip_before("transformers", "5.23", "writes no dates in templates")
     tokenizer, file = request.getfixturevalue(which), write_rows(tmp_path / "rows.jsonl", ROWS[name])
-    trainer = KTOTrainer if "completion" in ROWS[name][0] else DPOTrainer
-    expected = keys_of_trl(loaded("json", file), tokenizer, tmp_path, trainer)
+    if name.startswith("sft"):
+        expected = keys_of_sft(loaded("json", file), tokenizer, tmp_path)
+    else:
+        trainer = KTOTrainer if name.startswith("kto") else DPOTrainer
+        expected = keys_of_trl(loaded("json", file), tokenizer, tmp_path, trainer)
     assert keys_of_reflogp(file, tokenizer) == (expected, {})
 
 
@@ -247,6 +240,12 @@ def test_every_data_file(file, which, request, tmp_path):
     assert keys_of_reflogp(file, tokenizer) == (keys_of_trl(rows, tokenizer, tmp_path, trainer), {})
 
 
+def test_a_format_that_does_not_fit_says_what_it_found(telling, tmp_path):
+    file = write_rows(tmp_path / "rows.jsonl", ROWS["sft, messages"])
+    with pytest.raises(DatasetError, match="expected rows in the format 'kto', but the columns n, messages match 'sft'"):
+        keys_of_reflogp(file, telling, form="kto")
+
+
 def test_pairs_read_as_kto_rows_are_unpaired_as_trl_does(awkward, tmp_path):
     skip_before("trl", "1.14", CUT_BEFORE)
     rows = [pair([user("a"), assistant("b"), user("c")]), pair(), *CHATS]
@@ -255,7 +254,6 @@ def test_pairs_read_as_kto_rows_are_unpaired_as_trl_does(awkward, tmp_path):
     assert (sorted(found), problems) == (sorted(expected), {})
 
 
-WORDS = [{"prompt": f"{n} + 2 =", "chosen": f" is {n + 2}", "rejected": f" is {n + 3}, no"} for n in range(5)]
 MIXED = [ROWS["key in some messages"][0], ROWS["tool calls with other arguments"][0], *CHATS]
 
 
@@ -285,7 +283,6 @@ def parquet(table: pa.Table | list[dict], **options: Any) -> bytes:
 
 
 MESSAGES = pa.list_(pa.struct([("content", pa.string()), ("role", pa.string()), ("name", pa.string())]))
-LARGE = pa.large_list(pa.struct([("role", pa.large_string()), ("content", pa.large_string())]))
 
 
 def typed(kind: pa.DataType, rows: list[dict]) -> pa.Table:
@@ -300,41 +297,26 @@ BUDGETS = [{"budget": 0.5, "mode": "x"}, {"mode": "y", "budget": 1}]
 #: Shape of a file, or of a folder where it has no kind -> its kind for `datasets`, and path -> content.
 FILES: dict[str, tuple[str | None, dict[str, str | bytes]]] = {
     "JSON Lines, BOM": ("json", {"a.jsonl": lines(MIXED).encode("utf-8-sig")}),
-    "JSON Lines, CRLF": ("json", {"a.jsonl": lines(MIXED, "\r\n")}),
-    "JSON Lines, blank lines": ("json", {"a.jsonl": "\n" + lines(MIXED, "\n \n\n")}),
-    "JSON Lines, escapes": ("json", {"a.jsonl": lines([pair("é 👩 \u2028", "ü", "日本")])}),
+    "JSON Lines, blank lines": ("json", {"a.jsonl": "\r\n" + lines(MIXED, "\r\n \r\n\r\n")}),
     "JSON Lines named JSON": ("json", {"a.json": lines(MIXED)}),
     "JSON Lines, gzip": ("json", {"a.jsonl.gz": gzip.compress(lines(MIXED).encode())}),
-    "JSON Lines, bzip2": ("json", {"a.jsonl.bz2": bz2.compress(lines(MIXED).encode())}),
     "JSON array": ("json", {"a.json": json.dumps(MIXED)}),
-    "JSON array, BOM": ("json", {"a.json": json.dumps(MIXED).encode("utf-8-sig")}),
     "JSON array, half a surrogate pair": ("json", {"a.json": json.dumps([pair([user("\ud800a")]), pair()])}),
     "JSON array named JSON Lines": ("json", {"a.jsonl": json.dumps(PLAIN)}),
-    "JSON array, tools with numbers": ("json", {"a.json": json.dumps(ROWS["tools with whole and other numbers"])}),
-    "CSV": ("csv", {"a.csv": csv_text(WORDS)}),
-    "CSV, BOM": ("csv", {"a.csv": csv_text(WORDS).encode("utf-8-sig")}),
+    "CSV, BOM": ("csv", {"a.csv": csv_text(PLAIN).encode("utf-8-sig")}),
     "CSV, quoted line ends": ("csv", {"a.csv": csv_text([pair('a\n"b"', "c\r\nd", " e ")])}),
     "CSV, numbers beside text": ("csv", {"a.csv": csv_text([pair("007", "1.50", "x"), pair("a", "b", "1e3")])}),
-    "CSV, other columns": ("csv", {"a.csv": csv_text([{**w, "id": f"00{n}", "score": n or ""} for n, w in enumerate(WORDS)])}),
-    "CSV, gzip": ("csv", {"a.csv.gz": gzip.compress(csv_text(WORDS).encode())}),
-    "CSV, KTO": ("csv", {"a.csv": csv_text(ROWS["kto, plain"])}),
-    "TSV in a folder": (None, {"a.tsv": csv_text(WORDS, delimiter="\t")}),
-    "Parquet": ("parquet", {"a.parquet": parquet(MIXED)}),
-    "Parquet, row groups": ("parquet", {"a.parquet": parquet(CHATS, row_group_size=2)}),
+    "CSV, gzip": ("csv", {"a.csv.gz": gzip.compress(csv_text(PLAIN).encode())}),
+    "TSV in a folder": (None, {"a.tsv": csv_text(PLAIN, delimiter="\t")}),
+    "Parquet": ("parquet", {"a.parquet": parquet(MIXED, row_group_size=2)}),
     "Parquet, dictionaries": ("parquet", {"a.parquet": parquet(typed(pa.dictionary(pa.int32(), pa.string()), PLAIN))}),
     "Parquet, order of fields and nulls": ("parquet", {"a.parquet": parquet(typed(MESSAGES, CHATS))}),
-    "Parquet, empty lists": ("parquet", {"a.parquet": parquet([{**CHATS[0], "tools": []}])}),
     "Arrow file": ("arrow", {"a.arrow": arrow(pa.ipc.new_file)}),
     "Arrow stream": ("arrow", {"a.arrow": arrow(pa.ipc.new_stream)}),
     "folder of JSON Lines whose types differ": (
         None,
         {f"{n}.jsonl": lines([pair(chat_template_kwargs=kwargs)]) for n, kwargs in enumerate(BUDGETS)},
     ),
-    "folder of JSON Lines, second file lacks a column": (
-        None,
-        {"a.jsonl": lines([pair(tools=[ADD])]), "b.jsonl": lines([pair()])},
-    ),
-    "folder of JSON arrays": (None, {"a.json": json.dumps(MIXED), "b.json": json.dumps(CHATS)}),
     "folder of Parquet shards": (
         None,
         {
@@ -342,14 +324,6 @@ FILES: dict[str, tuple[str | None, dict[str, str | bytes]]] = {
             for split, of in (("train", 2), ("test", 1))
             for at in range(of)
         },
-    ),
-    "folder of Parquet with kinds of text": (
-        None,
-        {f"{kind}.parquet": parquet(typed(kind, PLAIN)) for kind in (pa.string(), pa.large_string(), pa.string_view())},
-    ),
-    "folder with folders of splits": (
-        None,
-        {f"{split}/{name}.jsonl": lines([pair(split, name, "b")]) for split in ("train", "test") for name in ("b", "a")},
     ),
     "folder whose other split decides types": (
         None,
@@ -361,7 +335,7 @@ FILES: dict[str, tuple[str | None, dict[str, str | bytes]]] = {
     ),
     "folder with a config": (
         None,
-        {"README.md": card("  sep: ';'\n  data_files: data/*.csv\n"), "data/a.csv": csv_text(WORDS, delimiter=";")},
+        {"README.md": card("  sep: ';'\n  data_files: data/*.csv\n"), "data/a.csv": csv_text(PLAIN, delimiter=";")},
     ),
     "folder with other files": (
         None,
@@ -387,55 +361,30 @@ def write_files(folder: Path, kind: str | None, files: dict[str, str | bytes]) -
 
 @pytest.mark.parametrize("name", FILES)
 def test_files(name, telling, tmp_path):
-    if name == "JSON array, BOM":
-        skip_before("datasets", "5.1", "reads no JSON array after a byte order mark")
     kind, files = FILES[name]
     path = write_files(tmp_path / "data", kind, files)
-    rows = loaded(kind, path) if kind else datasets.load_dataset(str(path), split="train")
-    trainer = KTOTrainer if "completion" in rows.column_names else DPOTrainer
-    assert keys_of_reflogp(path, telling) == (keys_of_trl(rows, telling, tmp_path, trainer), {})
-    assert RowSource(str(path)).count() == len(rows)
+    splits = {"train": loaded(kind, path)} if kind else datasets.load_dataset(str(path))
+    for split, rows in splits.items():
+        assert keys_of_reflogp(path, telling, split) == (keys_of_trl(rows, telling, tmp_path), {})
+        assert RowSource(str(path), split).count() == len(rows)
 
 
 def mixed_dataset() -> datasets.Dataset:
     return datasets.Dataset.from_list(MIXED, on_mixed_types="use_json")
 
 
-#: What `datasets` writes, and how it is read again.
-WRITTEN: dict[str, tuple[Callable[[Any], Any], Callable[[str], Any]]] = {
-    "a.parquet": (lambda path: mixed_dataset().to_parquet(path), lambda path: loaded("parquet", path)),
-    "a.jsonl": (lambda path: mixed_dataset().to_json(path), lambda path: loaded("json", path)),
-    "saved": (lambda path: mixed_dataset().save_to_disk(path, num_shards=2), datasets.load_from_disk),
-    "saved, selected": (
-        lambda path: mixed_dataset().shuffle(seed=1).select([3, 0, 2]).save_to_disk(path),
-        datasets.load_from_disk,
-    ),
-    "saved DatasetDict": (
-        lambda path: datasets.DatasetDict(test=mixed_dataset().select([0]), train=mixed_dataset()).save_to_disk(path),
-        lambda path: datasets.load_from_disk(path)["train"],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRITTEN)
-def test_what_datasets_writes(name, telling, tmp_path):
-    if name == "a.jsonl":
-        skip_before("datasets", "5.1", "reads objects that it wrote as text")
-    write, load = WRITTEN[name]
-    write(str(tmp_path / name))
-    assert keys_of_reflogp(tmp_path / name, telling) == (keys_of_trl(load(str(tmp_path / name)), telling, tmp_path), {})
+def test_a_saved_dictionary_of_splits(telling, tmp_path):
+    selected = mixed_dataset().shuffle(seed=1).select([3, 0, 2])
+    datasets.DatasetDict(test=mixed_dataset(), train=selected).save_to_disk(tmp_path / "saved", num_shards={"test": 2})
+    for split, rows in datasets.load_from_disk(tmp_path / "saved").items():
+        assert keys_of_reflogp(tmp_path / "saved", telling, split) == (keys_of_trl(rows, telling, tmp_path), {})
 
 
 #: Datasets in memory, with the Dataset that a user of TRL makes of each.
 OBJECTS: dict[str, Callable[[], tuple[Any, Any]]] = {
-    "Dataset": lambda: (mixed_dataset(), mixed_dataset()),
-    "Dataset in another format": lambda: (mixed_dataset().with_format("numpy"), mixed_dataset()),
+    "Dataset": lambda: (mixed_dataset().with_format("numpy"), mixed_dataset()),
     "IterableDataset": lambda: (mixed_dataset().to_iterable_dataset(), mixed_dataset().to_iterable_dataset()),
-    "list": lambda: (MIXED, datasets.Dataset.from_list(MIXED)),
-    "list, column that the first row lacks": lambda: (
-        [pair(), pair(tools=[ADD])],
-        datasets.Dataset.from_list([pair(), pair(tools=[ADD])]),
-    ),
+    "list": lambda: ([*MIXED, pair(tools=[ADD])], datasets.Dataset.from_list([*MIXED, pair(tools=[ADD])])),
     "list, whole and other numbers": lambda: (
         ROWS["kwargs with whole and other numbers"],
         datasets.Dataset.from_list(ROWS["kwargs with whole and other numbers"]),
@@ -472,41 +421,27 @@ REFUSED: dict[str, tuple[str, str | bytes, str]] = {
         "row 0: prompt is not a list of messages",
     ),
     "dates": ("a.jsonl", lines([pair("When?", "2024-01-02", "2024-01-03")]), "row 0: chosen has type datetime"),
-    "numbers": ("a.jsonl", lines([pair("How many?", 2, 3)]), "row 0: chosen has type int"),
     "messages in a row of text": ("a.jsonl", lines([pair("a", "b", [assistant("c")])]), "prompt is not a list of messages"),
     "null": ("a.jsonl", lines([{**pair("a", "b"), "rejected": None}]), "row 0: rejected is null or missing"),
-    "kwargs that TRL sets": (
-        "a.jsonl",
-        lines([pair(chat_template_kwargs={"tokenize": False})]),
-        "row 0: chat_template_kwargs sets tokenize",
-    ),
+    "sft, null": ("a.jsonl", lines([{"messages": None}]), "row 0: messages is null or missing"),
+    "sft, text for messages": ("a.jsonl", lines([{"messages": "Hi"}]), "row 0: messages is not a list of messages"),
+    "sft, no role": ("a.jsonl", lines([{"messages": [{"content": "Hi"}]}]), "messages that each have a role"),
+    "sft, number": ("a.jsonl", lines([{"text": 7}]), "row 0: text has type int"),
+    "sft, image": ("a.jsonl", lines([{"messages": [user([{"type": "image"}])]}]), "row 0: the row contains more than text"),
     "tools that are not JSON": ("a.jsonl", lines([pair(tools="add(a, b)")]), "row 0: tools is not JSON"),
-    "object of columns": (
-        "a.json",
-        json.dumps({name: [row[name] for row in WORDS] for name in WORDS[0]}, indent=1),
-        "row 0: prompt has type list",
-    ),
     "empty": ("a.jsonl", "", "a.jsonl has no readable row; the dataset is empty"),
     "empty CSV": ("a.csv", "", "a.csv cannot be read as csv: No columns to parse from file"),
-    "CSV with semicolons": ("a.csv", csv_text(WORDS, delimiter=";").replace(",", " "), "delimited by ';'"),
+    "CSV with semicolons": ("a.csv", csv_text(PLAIN, delimiter=";").replace(",", " "), "delimited by ';'"),
     "CSV with NA": (
         "a.csv",
         csv_text([pair("a", "NA", "b")]),
         "row 0: chosen is null or missing (in CSV, empty cells and words such as NA",
     ),
-    "CSV with an empty cell": ("a.csv", csv_text([pair("a", "b", "")]), "row 0: rejected is null or missing"),
-    "CSV with a cell too many": ("a.csv", csv_text(WORDS) + "a,b,c,d\n", "Expected 3 fields in line 7, saw 4"),
-    "CSV in UTF-16": ("a.csv", csv_text(WORDS).encode("utf-16"), "a.csv cannot be read as csv: 'utf-8' codec can't decode"),
-    "broken JSON array": ("a.json", json.dumps(WORDS)[:-9], "a.json is not JSON"),
-    "JSON array that goes on": ("a.json", json.dumps(WORDS) + " 2", "a.json is not JSON"),
+    "CSV with a cell too many": ("a.csv", csv_text(PLAIN) + "a,b,c,d\n", "Expected 3 fields in line 7, saw 4"),
+    "CSV in UTF-16": ("a.csv", csv_text(PLAIN).encode("utf-16"), "a.csv cannot be read as csv: 'utf-8' codec can't decode"),
+    "broken JSON array": ("a.json", json.dumps(PLAIN)[:-9], "a.json is not JSON"),
     "truncated Parquet": ("a.parquet", b"PAR1 and so on", "a.parquet cannot be read as parquet"),
-    "truncated Arrow": ("a.arrow", b"ARROW1\0\0", "a.arrow cannot be read as arrow"),
-    "truncated gzip": ("a.jsonl.gz", gzip.compress(lines(WORDS).encode())[:-20], "a.jsonl.gz cannot be read as json"),
-    "key that is there twice": (
-        "a.jsonl",
-        '{"prompt": "a", "prompt": "b", "chosen": "c", "rejected": "d"}\n',
-        "a.jsonl cannot be read as json",
-    ),
+    "truncated gzip": ("a.jsonl.gz", gzip.compress(lines(PLAIN).encode())[:-20], "a.jsonl.gz cannot be read as json"),
     "type that changes after the first 10 MB": (
         "a.jsonl",
         lines([pair("a", "b" * 9_000_000, "c"), pair("a", "b" * 2_000_000, "c"), pair(["d"], "e", "f")]),
@@ -530,7 +465,6 @@ def test_what_trl_refuses(name, telling, tmp_path):
 #: Bad lines between good ones, and a part of what reflogp says of each of them.
 BAD_LINES = {
     "JSON": (["{broken", "[1]"], ("not JSON", "the row has type list")),
-    "a row that was cut": ([lines(CHATS[:1])[:40], "]"], ("not JSON", "not JSON")),
     "a surrogate, and no number": (
         [
             '{"prompt": "\\ud800", "chosen": "a", "rejected": "b"}',
@@ -544,7 +478,7 @@ BAD_LINES = {
 @pytest.mark.parametrize(("name", "megabytes"), [*((name, 0) for name in BAD_LINES), ("JSON", 11)])
 def test_bad_lines_are_named_and_the_others_are_as_without_them(name, megabytes, telling, tmp_path):
     bad, says = BAD_LINES[name]
-    rows = WORDS if name == "a surrogate, and no number" else [*MIXED[:2], *CHATS]
+    rows = PLAIN if name == "a surrogate, and no number" else [*MIXED[:2], *CHATS]
     good = [lines([row]).rstrip() for row in [{**rows[0], "other": "x" * megabytes * 1_000_000}, *rows[1:]]]
     file = tmp_path / "a.jsonl"
     file.write_text("\n".join([good[0], bad[0], good[1], bad[1], *good[2:]]))
