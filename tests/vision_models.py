@@ -65,172 +65,117 @@ def _head() -> int:
     return TEXT["hidden_size"] // TEXT["num_attention_heads"]
 
 
+def _family(
+    kind: str,
+    tokenizer: Any,
+    images: Any,
+    vision: Any,
+    text: Any,
+    has_videos: bool = False,
+    processor_of: str | None = None,
+    given: dict[str, Any] | None = None,
+    **config: Any,
+) -> tuple[Any, Any]:
+    """Return a model of the classes whose names begin with `kind`, and its processor.
+
+    Args:
+        has_videos: whether something takes the place of a video processor, a part that needs torchvision.
+        given: further arguments of the processor.
+    """
+    videos = [SimpleNamespace(merge_size=2, num_frames=1, fps=1, to_dict=dict)] if has_videos else []
+    with mock.patch.object(ProcessorMixin, "check_argument_for_proper_class", lambda *args: None):
+        processor = getattr(tf, f"{processor_of or kind}Processor")(images, tokenizer, *videos, **(given or {}))
+    ids = {"image_token_id": processor.image_token_id, **config}
+    whole = getattr(tf, f"{kind}Config")(vision_config=vision, text_config=text, **ids)
+    return getattr(tf, f"{kind}ForConditionalGeneration")(whole), processor
+
+
 def llava() -> tuple[Any, Any]:
     tokenizer = _tokenizer("<image>")
-    size = {"height": 32, "width": 32}
-    image_processor = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=size)
-    processor = tf.LlavaProcessor(
-        image_processor, tokenizer, patch_size=8, vision_feature_select_strategy="default", num_additional_image_tokens=1
-    )
-    config = tf.LlavaConfig(
-        vision_config=tf.CLIPVisionConfig(**_SIGHT, image_size=32, patch_size=8, projection_dim=32),
-        text_config=tf.LlamaConfig(**_text(tokenizer)),
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        image_seq_length=16,
-    )
-    return tf.LlavaForConditionalGeneration(config), processor
+    images = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    given = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    sight = tf.CLIPVisionConfig(**_SIGHT, image_size=32, patch_size=8, projection_dim=32)
+    return _family("Llava", tokenizer, images, sight, tf.LlamaConfig(**_text(tokenizer)), given=given, image_seq_length=16)
 
 
 def gemma3() -> tuple[Any, Any]:
     tokenizer = _tokenizer(image_token="<image_soft_token>", boi_token="<start_of_image>", eoi_token="<end_of_image>")
     tokenizer.add_tokens(["\n", "\n\n", "\n\n\n", "\n\n\n\n"])  # as Gemma's own
-    image_processor = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
-    processor = tf.Gemma3Processor(image_processor, tokenizer, image_seq_length=16)
-    config = tf.Gemma3Config(
-        vision_config=tf.SiglipVisionConfig(**_SIGHT, image_size=32, patch_size=8),
-        text_config=tf.Gemma3TextConfig(
-            **_text(
-                tokenizer,
-                head_dim=_head(),
-                sliding_window=12,
-                layer_types=["sliding_attention", "full_attention"] * 2,
-                num_hidden_layers=4,
-            )
-        ),
-        image_token_id=tokenizer.convert_tokens_to_ids("<image_soft_token>"),
-        boi_token_id=tokenizer.convert_tokens_to_ids("<start_of_image>"),
-        eoi_token_id=tokenizer.convert_tokens_to_ids("<end_of_image>"),
-        mm_tokens_per_image=16,
-    )
-    return tf.Gemma3ForConditionalGeneration(config), processor
+    images = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
+    sight = tf.SiglipVisionConfig(**_SIGHT, image_size=32, patch_size=8)
+    layers = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "sliding_window": 12}
+    text = tf.Gemma3TextConfig(**_text(tokenizer, head_dim=_head(), **layers))
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("image", "boi", "eoi")}
+    return _family("Gemma3", tokenizer, images, sight, text, given={"image_seq_length": 16}, **ids, mm_tokens_per_image=16)
 
 
-def idefics3() -> tuple[Any, Any]:
+def _idefics3(kind: str, processor: Any, has_videos: bool) -> tuple[Any, Any]:
     tokenizer = _tokenizer("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
-    image_processor = Idefics3ImageProcessorPil(size={"longest_edge": 128}, max_image_size={"longest_edge": 64})
-    processor = tf.Idefics3Processor(image_processor, tokenizer, image_seq_len=16)
-    config = tf.Idefics3Config(
-        vision_config={**_SIGHT, "image_size": 64, "patch_size": 8},
-        text_config=tf.LlamaConfig(**_text(tokenizer)).to_dict(),
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        scale_factor=2,
-    )
-    return tf.Idefics3ForConditionalGeneration(config), processor
-
-
-def _without_videos(make: Callable[[Any], Any]) -> Any:
-    """Make a processor whose video processor, a part that needs torchvision, only takes its place."""
-    with mock.patch.object(ProcessorMixin, "check_argument_for_proper_class", lambda *args: None):
-        return make(SimpleNamespace(merge_size=2, num_frames=1, fps=1, to_dict=dict))
-
-
-def smolvlm() -> tuple[Any, Any]:
-    tokenizer = _tokenizer("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
-    image_processor = SmolVLMImageProcessorPil(size={"longest_edge": 128}, max_image_size={"longest_edge": 64})
-    processor = _without_videos(lambda videos: tf.SmolVLMProcessor(image_processor, tokenizer, videos, image_seq_len=16))
-    config = tf.SmolVLMConfig(
-        vision_config={**_SIGHT, "image_size": 64, "patch_size": 8},
-        text_config=tf.LlamaConfig(**_text(tokenizer)).to_dict(),
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        scale_factor=2,
-    )
-    return tf.SmolVLMForConditionalGeneration(config), processor
+    images = processor(size={"longest_edge": 128}, max_image_size={"longest_edge": 64})
+    sight, text = {**_SIGHT, "image_size": 64, "patch_size": 8}, tf.LlamaConfig(**_text(tokenizer)).to_dict()
+    return _family(kind, tokenizer, images, sight, text, has_videos, given={"image_seq_len": 16}, scale_factor=2)
 
 
 def _qwen(
-    kind: str, sight: dict[str, Any], rope_more: dict[str, Any] | None = None, processor_of: str | None = None, **text: Any
+    kind: str, sight: dict[str, Any], mrope_interleaved: bool = False, processor_of: str | None = None, **text: Any
 ) -> tuple[Any, Any]:
     tokenizer = _tokenizer("<|vision_start|>", "<|vision_end|>", image_token="<|image_pad|>", video_token="<|video_pad|>")
-    size = {"shortest_edge": 32 * 32, "longest_edge": 96 * 96}
-    image_processor = Qwen2VLImageProcessorPil(size=size, patch_size=8)
-    processor = _without_videos(
-        lambda videos: getattr(tf, f"{processor_of or kind}Processor")(image_processor, tokenizer, videos)
-    )
-    ids = {
-        name: tokenizer.convert_tokens_to_ids(f"<|{name}|>")
-        for name in ("image_pad", "video_pad", "vision_start", "vision_end")
-    }
+    images = Qwen2VLImageProcessorPil(size={"shortest_edge": 32 * 32, "longest_edge": 96 * 96}, patch_size=8)
     sections = [_head() // 4, _head() // 8, _head() // 8]
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections, **(rope_more or {})}
-    config = getattr(tf, f"{kind}Config")(
-        text_config=_text(tokenizer, rope_parameters=rope, **text),
-        vision_config={"depth": 2, "num_heads": 2, "patch_size": 8, "spatial_merge_size": 2, **sight},
-        image_token_id=ids["image_pad"],
-        video_token_id=ids["video_pad"],
-        vision_start_token_id=ids["vision_start"],
-        vision_end_token_id=ids["vision_end"],
-    )
-    return getattr(tf, f"{kind}ForConditionalGeneration")(config), processor
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
+    rope |= {"mrope_interleaved": True} if mrope_interleaved else {}
+    names = {"video_token_id": "video_pad", "vision_start_token_id": "vision_start", "vision_end_token_id": "vision_end"}
+    ids = {name: tokenizer.convert_tokens_to_ids(f"<|{token}|>") for name, token in names.items()}
+    sight = {"depth": 2, "num_heads": 2, "patch_size": 8, "spatial_merge_size": 2, **sight}
+    return _family(kind, tokenizer, images, sight, _text(tokenizer, rope_parameters=rope, **text), True, processor_of, **ids)
 
 
-def qwen2_vl() -> tuple[Any, Any]:
-    return _qwen("Qwen2VL", {"embed_dim": 32, "hidden_size": TEXT["hidden_size"], "mlp_ratio": 2})
-
-
-def qwen2_5_vl() -> tuple[Any, Any]:
-    sight = {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": TEXT["hidden_size"]}
-    return _qwen("Qwen2_5_VL", {**sight, "window_size": 32, "fullatt_block_indexes": [1]})
-
-
-def qwen3_vl() -> tuple[Any, Any]:
-    sight: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": TEXT["hidden_size"]}
-    sight |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
-    return _qwen("Qwen3VL", sight, {"mrope_interleaved": True}, head_dim=_head())
+def _tower(**more: Any) -> dict[str, Any]:
+    return {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": TEXT["hidden_size"], **more}
 
 
 def qwen3_5() -> tuple[Any, Any]:
     """Layers of linear attention, and a config that transformers also lists as a causal language model's."""
-    sight = {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": TEXT["hidden_size"], "num_position_embeddings": 64}
-    linear = {f"linear_{name}": size for name, size in {"num_key_heads": 2, "num_value_heads": 4}.items()}
-    linear |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
-    layers = ["linear_attention", "full_attention", "linear_attention"]
-    return _qwen("Qwen3_5", sight, {"mrope_interleaved": True}, "Qwen3VL", head_dim=_head(), layer_types=layers, **linear)
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    text = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": _head(), **linear}
+    return _qwen("Qwen3_5", _tower(num_position_embeddings=64), True, "Qwen3VL", **text)
 
 
 def internvl() -> tuple[Any, Any]:
     tokenizer = _tokenizer(
         start_image_token="<img>", end_image_token="</img>", context_image_token="<IMG_CONTEXT>", video_token="<video>"
     )
-    image_processor = GotOcr2ImageProcessorPil(size={"height": 32, "width": 32}, crop_to_patches=True, max_patches=4)
-    processor = _without_videos(lambda videos: tf.InternVLProcessor(image_processor, tokenizer, videos, image_seq_length=4))
-    config = tf.InternVLConfig(
-        vision_config={**_SIGHT, "image_size": [32, 32], "patch_size": [8, 8]},
-        text_config=tf.Qwen2Config(**_text(tokenizer)).to_dict(),
-        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
-        image_seq_length=4,
-    )
-    return tf.InternVLForConditionalGeneration(config), processor
+    images = GotOcr2ImageProcessorPil(size={"height": 32, "width": 32}, crop_to_patches=True, max_patches=4)
+    sight = {**_SIGHT, "image_size": [32, 32], "patch_size": [8, 8]}
+    length, text = {"image_seq_length": 4}, tf.Qwen2Config(**_text(tokenizer)).to_dict()
+    return _family("InternVL", tokenizer, images, sight, text, True, given=length, **length)
 
 
 def llava_onevision() -> tuple[Any, Any]:
     tokenizer = _tokenizer(image_token="<image>", video_token="<video>")
     points = [[32, 32], [32, 64], [64, 32], [64, 64]]
-    image_processor = LlavaOnevisionImageProcessorPil(size={"height": 32, "width": 32}, image_grid_pinpoints=points)
-    processor = _without_videos(
-        lambda videos: tf.LlavaOnevisionProcessor(
-            image_processor, tokenizer, videos, num_image_tokens=16, vision_feature_select_strategy="full"
-        )
-    )
-    config = tf.LlavaOnevisionConfig(
-        vision_config=tf.SiglipVisionConfig(**_SIGHT, image_size=32, patch_size=8, vision_use_head=False),
-        text_config=tf.Qwen2Config(**_text(tokenizer)),
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        video_token_id=tokenizer.convert_tokens_to_ids("<video>"),
-        image_grid_pinpoints=points,
-        vision_feature_select_strategy="full",
-        vision_feature_layer=-1,
-    )
-    return tf.LlavaOnevisionForConditionalGeneration(config), processor
+    images = LlavaOnevisionImageProcessorPil(size={"height": 32, "width": 32}, image_grid_pinpoints=points)
+    sight = tf.SiglipVisionConfig(**_SIGHT, image_size=32, patch_size=8, vision_use_head=False)
+    full = {"vision_feature_select_strategy": "full"}
+    layers = {"vision_feature_layer": -1, "image_grid_pinpoints": points, "video_token_id": tokenizer.video_token_id}
+    text, given = tf.Qwen2Config(**_text(tokenizer)), {"num_image_tokens": 16, **full}
+    return _family("LlavaOnevision", tokenizer, images, sight, text, True, given=given, **full, **layers)
 
 
 #: Families whose processors can be saved and loaded without torchvision.
-LOADABLE: dict[str, Callable[[], tuple[Any, Any]]] = {"LLaVA": llava, "Gemma 3": gemma3, "Idefics 3": idefics3}
+LOADABLE: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "LLaVA": llava,
+    "Gemma 3": gemma3,
+    "Idefics 3": lambda: _idefics3("Idefics3", Idefics3ImageProcessorPil, False),
+}
 FAMILIES = {
     **LOADABLE,
-    "SmolVLM": smolvlm,
-    "Qwen2-VL": qwen2_vl,
-    "Qwen2.5-VL": qwen2_5_vl,
-    "Qwen3-VL": qwen3_vl,
+    "SmolVLM": lambda: _idefics3("SmolVLM", SmolVLMImageProcessorPil, True),
+    "Qwen2-VL": lambda: _qwen("Qwen2VL", {"embed_dim": 32, "hidden_size": TEXT["hidden_size"], "mlp_ratio": 2}),
+    "Qwen2.5-VL": lambda: _qwen("Qwen2_5_VL", _tower(window_size=32, fullatt_block_indexes=[1])),
+    "Qwen3-VL": lambda: _qwen(
+        "Qwen3VL", _tower(num_position_embeddings=64, deepstack_visual_indexes=[0]), mrope_interleaved=True, head_dim=_head()
+    ),
     "InternVL": internvl,
     "LLaVA-OneVision": llava_onevision,
 }

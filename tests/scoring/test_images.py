@@ -7,8 +7,6 @@ import json
 import os
 import re
 import shutil
-import struct
-import zlib
 from functools import partial
 from pathlib import Path
 
@@ -19,21 +17,22 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset, List
 from datasets import Image as ImageFeature
+from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 
-from reflogp.scoring import TorchEngine, join, score
+from reflogp.scoring import TorchEngine, join, report, score
 from reflogp.scoring.data import tokenize as tokenize_module
 from reflogp.scoring.data.objects import open_dataset
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import TokenizedDataset, load_tokenizer, tokenize_dataset
-from reflogp.scoring.errors import DatasetError, EngineError, InvalidSequencesError, TokenizerError
+from reflogp.scoring.errors import DatasetError, InvalidSequencesError, TokenizerError
 from reflogp.scoring.runs.score import images_for_engine
-from reflogp.scoring.torch_engine import attention, selfcheck
-from reflogp.scoring.torch_engine import engine as engine_module
-from reflogp.scoring.torch_engine import images as images_module
+from reflogp.scoring.torch_engine import selfcheck
 from reflogp.scoring.torch_engine.sequences import Sequence
 from reflogp.scoring.vision import VisionProcessor, load_processor
+from reflogp.store import sequence_keys
 from tests.conftest import write_rows
 from tests.versions import skip_before
 from tests.vision_models import FAMILIES, encoded, make, pair, picture
@@ -140,6 +139,63 @@ def test_values_are_those_of_a_plain_forward(family, path, monkeypatch):
         assert (np.abs(one - other).max() > 1e-3) == bool(rows()[number // 2]["images"]), "the images are what is scored"
 
 
+#: Models of each family, and pairs for each: some 17,000 tokens. The ratio of the errors of two equally good computations that
+#: round apart is then 1 with a standard error below 0.006.
+SEEDS, PAIRS = 3, 100
+_WORDS = ["a", "red", "square", "blue", "circle", "picture", "image", "what", "colours", "shapes", "describe", "please"]
+
+
+def random_rows(seed: int) -> list[dict]:
+    """Of 0 to 3 images, none of which is in two rows."""
+    random = np.random.default_rng(seed)
+
+    def text(most: int) -> str:
+        return " ".join(random.choice(_WORDS, int(random.integers(3, most))))
+
+    def image():
+        width, height = (int(side) for side in random.integers(30, 100, 2))
+        return picture(int(random.integers(1 << 30)), (width, height))
+
+    return [pair(text(12), [image() for _ in range([1, 2, 0, 3, 1][n % 5])], text(15), text(15)) for n in range(PAIRS)]
+
+
+@torch.no_grad()
+def values_of_trl(folder, data, dtype, batch: int) -> list[np.ndarray]:
+    """Of each side, as DPOTrainer computes those of its reference model."""
+    from trl.trainer.utils import add_fused_lm_head  # from TRL 1.13 on
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval()
+    add_fused_lm_head(model)
+    collator = DataCollatorForVisionPreference(PROCESSORS[folder])
+    found = []
+    for start in range(0, len(data), batch):
+        inputs = collator([dict(row) for row in data[start : start + batch]])
+        completions = inputs.pop("completion_mask")
+        labels = inputs["input_ids"].masked_fill(completions == 0, -100)
+        logps = model(**inputs, labels=labels, use_cache=False, fused_lm_head=True).log_probs
+        rows = [row[mask.bool()].float().numpy() for row, mask in zip(logps, completions[:, 1:], strict=True)]
+        found += [row for both in zip(rows[: len(rows) // 2], rows[len(rows) // 2 :], strict=True) for row in both]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_errors_in_bfloat16_are_no_larger_than_trls(name, tmp_path):
+    """Than those of TRL's own collator and forward."""
+    ours, trls = [], []
+    for seed in range(SEEDS):
+        folder, data = tmp_path / str(seed), random_rows(seed)
+        PROCESSORS[folder] = make(name, folder, seed)
+        exact = np.concatenate(values_of_trl(folder, data, torch.float32, batch=1))
+        in_batches = np.concatenate(values_of_trl(folder, data, torch.bfloat16, batch=4))
+        engine = TorchEngine(str(folder), "bfloat16", "cpu")
+        scored = np.concatenate(engine.score(engine_sequences(folder, data)))
+        assert engine.image_check.path == "packed"
+        ours.append(np.abs(scored - exact))
+        trls.append(np.abs(in_batches - exact))
+    assert np.mean(np.concatenate(ours)) <= np.mean(np.concatenate(trls))
+
+
 def test_the_class_that_saved_a_checkpoint_reads_its_images(tmp_path):
     """transformers lists Qwen3.5 as a causal language model too, by a class without a vision tower."""
     PROCESSORS[tmp_path] = make("Qwen3.5", tmp_path)
@@ -186,27 +242,6 @@ def far(found, expected) -> float:
     return max(np.abs(a - b).max() for a, b in zip(found, expected, strict=True))
 
 
-def test_a_padded_batch_holds_few_decoded_images(llava, monkeypatch):
-    monkeypatch.setattr(selfcheck, "layout_of", lambda *args: (False, "for this test"))
-    engine = TorchEngine(llava, "float32", "cpu", token_budget=4096)
-    sequences = engine_sequences(llava, rows())
-    with pytest.warns(UserWarning, match="padded path"):
-        expected = engine.score(sequences)
-    limit = sum(image.width * image.height * 3 for image in PICTURES)  # what one row needs
-    monkeypatch.setattr(images_module, "DECODED_BYTES", limit - 1)
-    batches, padded = [], engine_module.forward_padded
-
-    def seen(head, batch, *args):
-        values = padded(head, batch, *args)
-        batches.append({picture.digest for entry in batch if entry.images for picture in entry.images.pictures})
-        return values
-
-    monkeypatch.setattr(engine_module, "forward_padded", seen)
-    assert far(engine.score(sequences), expected) <= 1e-5
-    assert engine.token_budget == 4096 and len(batches) > 2
-    assert max(map(len, batches)) == len(PICTURES)
-
-
 def test_the_most_probable_tokens_after_images_are_those_of_the_models_own_logits(llava, monkeypatch):
     sequences = engine_sequences(llava, rows())
     values = TorchEngine(llava, "float32", "cpu").score(sequences)
@@ -222,35 +257,10 @@ def test_the_most_probable_tokens_after_images_are_those_of_the_models_own_logit
     assert far([found.logps for found in packed], [found.logps for found in expected]) <= 1e-4
 
 
-def test_an_engine_whose_check_of_images_failed_still_returns_the_most_probable_tokens(llava, monkeypatch):
-    engine = TorchEngine(llava, "float32", "cpu", top_k=8)
-    sequences = engine_sequences(llava, rows())
-    with monkeypatch.context() as failing:
-        failing.setattr("reflogp.scoring.torch_engine.engine.check_images", lambda *args: {}["no such layer"])
-        with pytest.raises(EngineError, match="could not be scored"):
-            engine.score(sequences)
-    assert all(found.ids.shape == (len(found.token_logps), 8) for found in engine.score(sequences))
-
-
-def test_a_kernel_that_fails_for_images_is_not_used_for_them(llava, monkeypatch):
-    expected = TorchEngine(llava, "float32", "cpu").score(engine_sequences(llava, rows()))
-    engine = TorchEngine(llava, "float32", "cpu")
-
-    def broken(layout, call):
-        raise RuntimeError("no such instruction")
-
-    monkeypatch.setattr(attention, "_CPU_KERNELS", (attention._Kernel(broken, lambda: True, lambda call: None),))
-    found = engine.score([sequence for sequence in engine_sequences(llava, rows()) if sequence.images is not None])
-    assert (engine.image_check.path, engine.image_check.refused_kernels) == ("packed", ("broken",))
-    assert far(found, [values for number, values in enumerate(expected) if rows()[number // 2]["images"]]) <= 1e-5
-
-
 # Keys
 
 
 def keys_of(folder, data) -> list[bytes]:
-    from reflogp.store import sequence_keys
-
     [window] = tokenized(folder, open_dataset(data))
     assert not window.problems, window.problems
     return sequence_keys(window.table["prompt_ids"], window.table["chosen_ids"]).to_pylist()
@@ -383,8 +393,6 @@ def test_a_dataset_of_text_needs_no_image_processor_that_loads(llava, tmp_path, 
 
 
 def test_a_report_shows_small_copies_without_metadata(llava, tmp_path):
-    from reflogp.scoring import report
-
     exif = Image.Exif()
     exif[0x010E] = "a secret"
     large = encoded(picture(5, (900, 700)), "PNG", exif=exif)
@@ -403,42 +411,22 @@ def test_a_report_shows_small_copies_without_metadata(llava, tmp_path):
 # Images that cannot be used
 
 
-def bomb(width: int = 20_000, height: int = 20_000) -> bytes:
-    """A small PNG of many pixels."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    head = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
-    lines = zlib.compress(bytes((width // 8 + 1) * height))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", lines) + chunk(b"IEND", b"")
-
-
 def bad_images(tmp_path) -> dict[str, tuple[dict, str]]:
     png = encoded(PICTURES[0], "PNG")
-    (tmp_path / "text.png").write_text("not an image")
     os.mkfifo(tmp_path / "fifo.png")
     user = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
     own = [{"role": "user", "content": [{"type": "image", "image": "x.png"}, {"type": "text", "text": "?"}]}]
     tool = [{"role": "user", "content": [{"type": "text", "text": "?"}]}, {"role": "tool", "content": [{"type": "image"}]}]
     video = [{"role": "user", "content": [{"type": "image"}, {"type": "video"}]}]
     return {
-        "truncated": (pair("?", [png[:60]]), "decoded"),
         "cut pixels": (pair("?", [encoded(PICTURES[0], "JPEG")[:-200]]), "decoded"),
-        "a bomb": (pair("?", [bomb()]), "exceeds limit"),
         "no image": (pair("?", [b"hello"]), "decoded"),
-        "empty": (pair("?", [b""]), "decoded"),
-        "a number": (pair("?", [7]), "expected bytes"),
         "null": (pair("?", [None]), "expected bytes"),
-        "no list": (pair("?", "a.png"), "expected a list"),
-        "an address": (pair("?", ["http://127.0.0.1:1/a.png"]), "is a URL"),
         "a missing file": (pair("?", [str(tmp_path / "none.png")]), "cannot be read"),
         "a folder": (pair("?", [str(tmp_path)]), "cannot be read"),
         "a pipe": (pair("?", [str(tmp_path / "fifo.png")]), "not a file"),
         "a device without end": (pair("?", ["/dev/zero"]), "not a file"),
         "another format": (pair("?", [encoded(PICTURES[0], "PPM")]), "not an image in one of the formats"),
-        "a text file": (pair("?", [str(tmp_path / "text.png")]), "decoded"),
-        "a damaged URI": (pair("?", ["data:image/png;base64,%%%"]), "invalid base64"),
         "a plain URI": (pair("?", ["data:image/png,abc"]), "without base64"),
         "a zero byte in a path": (pair("?", ["a\0b"]), "cannot be read"),
         "more placeholders": ({**pair("?", []), "prompt": user}, "1 placeholder"),
@@ -465,30 +453,11 @@ def test_rows_whose_images_cannot_be_used_are_named_and_the_others_go_on(llava, 
         assert len(window.problems[number]) < 600
 
 
-def test_a_length_that_cuts_an_image_is_a_bad_row_and_text_rows_go_on(llava, tmp_path):
-    data = [pair("what?", [PICTURES[0], PICTURES[1]]), pair("what?", [])]
-    summary = score(llava, data, tmp_path, dtype="float32", max_length=24, progress=False)
-    assert summary.bad_row_numbers == [] and summary.dropped_rows == 1  # TRL drops a pair whose prompt fills max_length
-    engine = TorchEngine(llava, "float32", "cpu")
-    [sequence, *_] = engine_sequences(llava, data)
-    [problem] = engine.problems([Sequence(sequence.prompt_ids[:24], sequence.completion_ids, images=sequence.images)]).values()
+def test_a_length_that_cuts_an_image_is_a_problem(llava):
+    [sequence, _] = engine_sequences(llava, [pair("what?", PICTURES[:2])])
+    cut = Sequence(sequence.prompt_ids[:24], sequence.completion_ids, images=sequence.images)
+    [problem] = TorchEngine(llava, "float32", "cpu").problems([cut]).values()
     assert "max_length cuts" in problem
-
-
-def test_rows_that_no_processor_or_model_takes_are_refused_by_name(llava, reference_folder, tmp_path):
-    png = encoded(PICTURES[0], "PNG")
-    kto = [{"prompt": "a", "completion": "b", "label": True, "images": [png]}]
-    tokens = [{"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3], "images": [png]}]
-    for data in (kto, tokens):
-        [window] = tokenized(llava, open_dataset(data))
-        assert "more than text" in window.problems[0]
-    PROCESSORS[tmp_path / "rgb"] = processor = make("LLaVA", tmp_path / "rgb")
-    processor.image_processor.do_convert_rgb = False
-    [window] = tokenized(tmp_path / "rgb", open_dataset([pair("?", [PICTURES[0]]), pair("?", [PICTURES[0].convert("L")])]))
-    assert window.table["row"].to_pylist() == [0] and "the processor fails for this row" in window.problems[1]
-    data = [{**pair("?", []), "images": None}, pair("?", [png])]
-    summary = score(str(reference_folder), data, tmp_path / "store", dtype="float32", progress=False)
-    assert summary.bad_row_numbers == [1] and summary.scored == 2
 
 
 def test_a_file_that_changes_before_it_is_scored_leaves_out_its_rows(llava, tmp_path):
@@ -511,15 +480,7 @@ def test_a_file_that_changes_before_it_is_scored_leaves_out_its_rows(llava, tmp_
             assert np.abs(raised.value.results[at] - expected[at]).max() <= 1e-4
 
 
-def test_a_tokenizer_without_a_model_has_no_processor(llava, tmp_path):
-    """The folder of a remote engine whose weights are elsewhere."""
-    load_tokenizer(llava).save_pretrained(tmp_path)
-    assert load_processor(str(tmp_path), str(tmp_path)) is None
-
-
 def test_an_adapter_of_a_vision_model_is_a_reference(llava, tmp_path):
-    from peft import LoraConfig, PeftModel, get_peft_model
-
     base = AutoModelForImageTextToText.from_pretrained(llava, dtype=torch.float32)
     adapter = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
     adapter.save_pretrained(tmp_path / "adapter")
