@@ -13,12 +13,9 @@ from reflogp.scoring.torch_engine import head as head_module
 from reflogp.scoring.torch_engine.head import RunningTop, in_order, top_of
 from reflogp.scoring.torch_engine.load import in_memory
 from reflogp.scoring.torch_engine.sequences import token_logps_of
-from reflogp.store import UsageError
 from tools.families import FAMILIES, VOCAB, build
 
 K = 16
-#: Logits of different sums are equal to about this many nats.
-TIES = 1e-5
 
 
 def sequences(seed=0) -> list[Sequence]:
@@ -41,9 +38,9 @@ def engine_of(model, k=K) -> TorchEngine:
     return TorchEngine(in_memory(deepcopy(model)), top_k=k)  # the engine changes its model's attention
 
 
-def compare(engine, model) -> tuple[float, list[np.ndarray], list[np.ndarray]]:
+def largest_error(engine, model) -> float:
     """Return the largest difference of a log-prob from a plain forward's; ids may differ only where these are tied."""
-    errors, ours, right = [], [], []
+    errors = []
     for sequence, values in zip(sequences(), engine.score(sequences()), strict=True):
         whole = plain(model, sequence)
         best = torch.topk(whole, K).values.numpy()
@@ -53,9 +50,7 @@ def compare(engine, model) -> tuple[float, list[np.ndarray], list[np.ndarray]]:
         targets = whole.gather(1, torch.tensor(sequence.completion_ids)[:, None])[:, 0].numpy()
         errors += [np.abs(values.logps - of_ids).max(), np.abs(best - of_ids).max(), np.abs(values.token_logps - targets).max()]
         assert all(len(set(row)) == K for row in values.ids.tolist())
-        ours.append(values.logps)
-        right.append(best)
-    return max(errors), ours, right
+    return max(errors)
 
 
 @pytest.mark.parametrize("block", [4096, 48])
@@ -63,8 +58,7 @@ def compare(engine, model) -> tuple[float, list[np.ndarray], list[np.ndarray]]:
 def test_float32_is_a_plain_forwards(name, block, monkeypatch, recwarn):
     monkeypatch.setattr(head_module, "_CPU_BLOCK", (64, block))
     model = build(name).float()
-    error, _, _ = compare(engine_of(model), model)
-    assert error <= 1e-4
+    assert largest_error(engine_of(model), model) <= 1e-4
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma 2 (soft caps, sliding window 8)", "Phi (partial rotary, biased head)"])
@@ -89,19 +83,7 @@ def test_other_paths_give_the_same(path):
     object.__setattr__(engine.self_check, "path", path)
     if path == "single":
         engine.self_check.rejected["padded"] = "for this test"
-    assert compare(engine, model)[0] <= 1e-4
-
-
-@pytest.mark.parametrize("path", ["packed", "single"])
-def test_the_targets_value_does_not_depend_on_k(path):
-    model = build("Llama").bfloat16()
-    engines = [engine_of(model, k) for k in (0, K)]
-    for engine in engines if path == "single" else ():
-        engine.self_check.rejected.update({"packed": "for this test", "padded": "for this test"})
-        object.__setattr__(engine.self_check, "path", "single")
-    without, with_top = (engine.score(sequences()) for engine in engines)
-    for values, both in zip(without, with_top, strict=True):
-        assert np.array_equal(values, both.token_logps)
+    assert largest_error(engine, model) <= 1e-4
 
 
 def test_of_equal_values_the_lower_id_comes_first():
@@ -114,10 +96,9 @@ def test_of_equal_values_the_lower_id_comes_first():
     assert in_order(running.values, running.ids, 4)[1].tolist() == [[0, 2, 5, 3]]
 
 
-@pytest.mark.parametrize("k", [257, VOCAB + 1])
-def test_a_k_that_cannot_be_is_refused(k):
-    with pytest.raises((EngineError, UsageError), match=r"top_k -?\d+: (must be from 0 to 256|the model has only 160 tokens)"):
-        engine_of(build("Llama").float(), k)
+def test_a_k_above_the_number_of_tokens_is_refused():
+    with pytest.raises(EngineError, match=r"top_k 161: the model has only 160 tokens"):
+        engine_of(build("Llama").float(), VOCAB + 1)
 
 
 @pytest.mark.filterwarnings("ignore:.*padded path")
@@ -131,14 +112,6 @@ def test_a_temperature_divides_the_logits(name, k):
         assert np.abs(token_logps_of(values) - right).max() <= 1e-4
         if k:
             assert np.abs(values.logps - torch.topk(whole, K).values.numpy()).max() <= 1e-4
-
-
-def test_exact_logits_in_slices_are_the_same(monkeypatch):
-    model = build("Llama").bfloat16()
-    whole = engine_of(model).score(sequences())
-    monkeypatch.setattr(head_module, "_GATHERED_NUMBERS", {"cpu": 1, "cuda": 1})
-    for values, sliced in zip(whole, engine_of(model).score(sequences()), strict=True):
-        assert np.array_equal(values.ids, sliced.ids) and np.abs(values.logps - sliced.logps).max() <= 1e-5
 
 
 def test_autocast_ranks_rounded_logits(tmp_path):
@@ -156,4 +129,4 @@ def test_a_head_whose_most_probable_tokens_are_wrong_is_not_used(monkeypatch):
     monkeypatch.setattr(head_module.Head, "_exact_products", lambda self, hidden, ids: 2.0 * torch.ones(ids.shape))
     engine = engine_of(model)
     assert "differ from those of an ordinary forward" in engine.self_check.rejected["top_k"]
-    assert compare(engine, model)[0] <= 1e-4
+    assert largest_error(engine, model) <= 1e-4

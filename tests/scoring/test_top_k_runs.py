@@ -42,9 +42,13 @@ def keys_of(rows) -> pa.Array:
 
 
 @torch.inference_mode()
+def best_after(model, ids, start, k) -> torch.return_types.topk:
+    """Of each token from `start` on, the most probable tokens at its place, by a plain forward."""
+    return torch.topk(torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1], 1), k)
+
+
 def best(model, prompt, completion, k) -> torch.return_types.topk:
-    logits = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
-    return torch.topk(torch.log_softmax(logits, 1), k)
+    return best_after(model, [*prompt, *completion], len(prompt), k)
 
 
 def require_right(table, rows, model, k=K) -> None:
@@ -56,7 +60,9 @@ def require_right(table, rows, model, k=K) -> None:
         assert np.allclose(logps, right.values.numpy(), rtol=2**-10, atol=1e-5)
 
 
-def test_a_table_that_was_scored_for_dpo_gets_only_the_most_probable_tokens(tmp_path, reference_folder, rows, plain):
+def test_a_table_scored_for_dpo_gets_only_the_most_probable_tokens_of_which_fewer_are_hits(
+    tmp_path, reference_folder, rows, plain
+):
     model, store = str(reference_folder), Store(tmp_path / "store")
     assert score(model, rows, store, dtype="float32").scored == 24
     [reference] = store.references()
@@ -67,21 +73,14 @@ def test_a_table_that_was_scored_for_dpo_gets_only_the_most_probable_tokens(tmp_
     assert store[reference].totals()[1] == 24  # no value was added or replaced
     assert all(map(np.array_equal, values, store[reference].snapshot().token_logps(keys_of(rows))))
     require_right(store.top_table(reference, K), rows, plain)
-    for k, hits in ((K, 24), (2, 24), (0, 24), (K + 1, 0)):
-        again = score(model, rows, store, dtype="float32", top_k=k)
-        assert (again.hits, again.scored) == (hits, 24 - hits)
-
-
-def test_a_smaller_k_reads_a_prefix_and_a_larger_one_is_a_miss(tmp_path, reference_folder, rows, plain):
-    store = Store(tmp_path / "store")
-    score(str(reference_folder), rows, store, dtype="float32", top_k=K)
-    [reference] = store.references()
-    assert [table.top_k for table in store.tables(reference)] == [0, K]
     require_right(store.top_table(reference, 2), rows, plain, 2)
     with pytest.raises(ReferenceNotFoundError, match=r"\(it has: 5\): score with --top-k 9"):
         store.top_table(reference, 9)
     with pytest.raises(UsageError, match="the table has the 5 most probable tokens of each position, not 9"):
         store.top_table(reference, K).snapshot().find(keys_of(rows)).top(9)
+    for k, hits in ((K, 24), (2, 24), (0, 24), (K + 1, 0)):
+        again = score(model, rows, store, dtype="float32", top_k=k)
+        assert (again.hits, again.scored) == (hits, 24 - hits)
 
 
 def test_a_longer_row_begins_with_the_shorter_one(tmp_path, reference_folder, rows):
@@ -127,23 +126,6 @@ def test_what_is_committed_first_stays(tmp_path, reference_folder):
     assert table.verify() == []
 
 
-def test_rows_that_contradict_themselves_are_refused(tmp_path, reference_folder):
-    store = Store(tmp_path / "store")
-    score(str(reference_folder), token_rows(1, seed=1), store, dtype="float32")
-    table = store.create_table(store.references()[0], 2)
-    one, value = np.array([1], np.int32), pa.array([[-1.0]], pa.list_(pa.float32()))
-    key = sequence_keys([[1]], [[2]])
-    ids, logps = pa.array([[5, 6]], pa.list_(pa.int32())), pa.array([[-0.5, -1.0]], pa.list_(pa.float32()))
-    for top, problem in (
-        ((ids, pa.array([[-0.5]], pa.list_(pa.float32()))), "top_logps does not have 2 entries"),
-        ((pa.array([[5]], pa.list_(pa.int32())), logps), "top_ids does not have 2 entries"),
-        ((ids, pa.array([[np.nan, -1.0]], pa.list_(pa.float32()))), "non-finite"),
-        (None, "columns have wrong names"),
-    ):
-        with pytest.raises(UsageError, match=problem):
-            table.append(shard_table(key, one, one, value, {"engine": "test"}, top))
-
-
 def test_an_export_takes_the_most_probable_tokens_along(tmp_path, reference_folder, rows, plain):
     store, other = Store(tmp_path / "store"), Store(tmp_path / "other")
     score(str(reference_folder), rows, store, dtype="float32", top_k=K)
@@ -176,11 +158,6 @@ CHATS = [
 ]
 
 
-@torch.inference_mode()
-def whole_distribution(model, ids) -> torch.Tensor:
-    return torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0, :-1], 1)
-
-
 def test_joined_columns_describe_each_token_from_the_second_on(tmp_path, reference_folder, plain, tokenizer):
     model, store = str(reference_folder), tmp_path / "store"
     score(model, CHATS, store, dtype="float32", top_k=K)
@@ -188,7 +165,7 @@ def test_joined_columns_describe_each_token_from_the_second_on(tmp_path, referen
     for row, chat in zip(joined, CHATS, strict=True):
         assert row["messages"] == chat["messages"]
         ids = tokenizer.apply_chat_template(chat["messages"], tokenize=True, return_dict=True)["input_ids"]
-        right = torch.topk(whole_distribution(plain, ids), 3)
+        right = best_after(plain, ids, 1, 3)
         assert row["ref_top_ids"] == right.indices.tolist()
         assert np.allclose(row["ref_top_logps"], right.values, rtol=2**-10, atol=1e-5)
     with pytest.raises(ReferenceNotFoundError, match="with the 9 most probable tokens"):
@@ -225,11 +202,13 @@ def test_an_export_for_axolotls_distillation(reflogp, tmp_path, reference_folder
     assert list(rows[0]) == ["messages", "logprobs", "target_token_ids"] and len(rows) == len(CHATS)
     for row, chat in zip(rows, CHATS, strict=True):
         ids = tokenizer.apply_chat_template(chat["messages"], tokenize=True, return_dict=True)["input_ids"]
-        right = torch.topk(whole_distribution(plain, ids), K)
+        right = best_after(plain, ids, 1, K)
         assert row["target_token_ids"] == right.indices.tolist()
         assert np.allclose(row["logprobs"], right.values, rtol=2**-10, atol=1e-5)
-    code, _, err = reflogp("export", tmp_path / "kd.parquet", "--as", "axolotl-kd", "-o", tmp_path / "again.parquet")
-    assert code == 2 and "cannot be read as output of `reflogp join`" in err
+    cut = tmp_path / "cut.parquet"
+    assert reflogp("join", reference_folder, file, *common, "--top-k", K, "--max-length", 30, "-o", cut)[0] == 0
+    code, _, err = reflogp("export", cut, "--as", "axolotl-kd", "-o", tmp_path / "kd.parquet")
+    assert code == 2 and "without --max-length" in err
 
 
 def test_tables_of_several_k_are_read_together(tmp_path, reference_folder, rows, plain):
@@ -283,15 +262,6 @@ def test_a_report_of_conversations_asks_for_no_labels(tmp_path, reference_folder
     found = report(str(reference_folder), CHATS, tmp_path / "store", tmp_path / "report")
     assert found.with_values == len(CHATS)
     assert [finding["kind"] for finding in found.findings if "label" in finding["text"]] == ["fact"]
-
-
-def test_a_truncated_join_is_not_exported_to_axolotl(reflogp, tmp_path, reference_folder):
-    file, common = write_rows(tmp_path / "chats.jsonl", CHATS), ("--store", tmp_path / "store", "--max-length", 12)
-    for command in ("score", "join"):
-        out = () if command == "score" else ("-o", tmp_path / "joined.parquet")
-        reflogp(command, reference_folder, file, *common, "--dtype", "float32", "--top-k", K, *out)
-    code, _, err = reflogp("export", tmp_path / "joined.parquet", "--as", "axolotl-kd", "-o", tmp_path / "kd.parquet")
-    assert code == 2 and "without --max-length" in err
 
 
 def test_strict_engine_sees_values_of_both_tables(reflogp, tmp_path, reference_folder, rows):
