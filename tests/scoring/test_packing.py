@@ -55,12 +55,6 @@ def test_every_completion_token_is_scored_once_by_its_own_context_within_the_bud
         assert found[index] == [(ids[:t], ids[t]) for t in range(len(sequence.prompt_ids), len(ids))]
 
 
-def test_equal_sequences_are_computed_once():
-    [pack] = packs([Sequence([1] * 20, [2, 3]), Sequence([1] * 20, [2, 3]), Sequence([1] * 19, [1, 2, 3])], 100)
-    assert len(pack) == 22
-    assert len(pack.predicted) == 3
-
-
 def test_an_image_is_never_divided():
     """Images that follow each other may attend to each other, so they are computed together."""
     first, second, third = (list(range(FIRST_IMAGE_ID + 100 * n, FIRST_IMAGE_ID + 100 * n + 30)) for n in range(3))
@@ -75,8 +69,5 @@ def test_an_image_is_never_divided():
     ]
     sequences = [Sequence(prompt, [n, 5, 6]) for n, prompt in enumerate(prompts)]
     [pack] = packs(sequences, 1 << 20)
-    for branch in pack.branches:
-        ids = pack.token_ids[branch.path] >= FIRST_IMAGE_ID
-        assert not (branch.shared and ids[branch.shared - 1] and ids[branch.shared])
     shared = {branch.sequence: branch.shared for branch in pack.branches}
     assert sorted(shared.values()) == [0, 20, 20, 20, 51, 80]

@@ -43,13 +43,6 @@ def score(reference_folder, tmp_path):
     )
 
 
-def actors(name):
-    """Processes of the actors of a class that are alive."""
-    return [
-        process for process in psutil.process_iter(["cmdline"]) if f"ray::{name}" in " ".join(process.info["cmdline"] or [])
-    ]
-
-
 def test_the_same_rows_as_without_ray_and_the_same_bad_ones(cluster, score, tmp_path):
     score.assert_same_runs(write_rows(tmp_path / "rows.jsonl", odd_rows()), Watching())
 
@@ -59,7 +52,8 @@ def test_a_killed_worker_loses_nothing_of_pairs_with_images(cluster, score, tmp_
     file = write_rows(tmp_path / "rows.jsonl", pairs_with_files(tmp_path, 300))
 
     def kill():
-        actors("NodeWorker")[0].send_signal(signal.SIGKILL)
+        started = psutil.process_iter(["cmdline"])
+        next(each for each in started if "ray::NodeWorker" in " ".join(each.info["cmdline"] or [])).send_signal(signal.SIGKILL)
 
     warning = "was lost: the worker's process was killed"
     score.assert_nothing_is_lost(file, Watching(1, kill), tmp_path / "llava", warning)

@@ -27,7 +27,6 @@ from reflogp.scoring.machine import Place, gpus_in_a_child, places
 from reflogp.scoring.runs import scheduler, unit_queue
 from reflogp.scoring.runs.pipeline import Miss
 from reflogp.scoring.runs.processes import LocalWorkers
-from reflogp.scoring.runs.unit_queue import LEAST, UnitQueue, unit_size
 from reflogp.scoring.runs.units import ScoringWorker, VisionCache, decode, encode
 from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages
 from reflogp.scoring.vision import load_processor
@@ -113,15 +112,26 @@ def test_workers_that_are_stopped_are_ended_and_lose_nothing(score, tmp_path, mo
 
 
 @pytest.mark.slow
-def test_a_sequence_that_kills_its_worker_is_found_and_the_others_are_scored(score, tmp_path, reference_folder):
-    model = deadly_model(reference_folder, tmp_path / "deadly")
-    rows = token_rows(2, seed=3)
-    rows[1]["rejected_ids"][4:8] = POISON
-    watching = Watching()
-    with pytest.warns(UserWarning, match="was lost"):
-        summary = score(write_rows(tmp_path / "rows.jsonl", rows), model=model, watcher=watching, code=True)
-    assert watching.bad.keys() == {1} and "the sequence killed two workers (killed by SIGKILL" in watching.bad[1]
-    assert (summary.scored, summary.failed) == (3, 1)
+@pytest.mark.parametrize(
+    ("hangs", "warning", "why"),
+    [
+        (False, "was lost: killed by SIGKILL", "killed by SIGKILL"),
+        (True, "it has scored nothing for .* although its process responds", "it has scored nothing for"),
+    ],
+)
+def test_a_sequence_that_ends_its_worker_or_never_ends_is_found_and_the_others_are_scored(
+    hangs, warning, why, score, tmp_path, reference_folder, monkeypatch
+):
+    for name, value in {"PING_SECONDS": 0.2, "STUCK_SECONDS": 5.0, "STUCK_STEPS": 2}.items() if hangs else ():
+        monkeypatch.setattr(scheduler, name, value)
+    monkeypatch.setattr(unit_queue, "LEAST", 2)
+    rows = token_rows(20, seed=3)
+    rows[19]["rejected_ids"][4:8] = POISON
+    file, watching = write_rows(tmp_path / "rows.jsonl", rows), Watching()
+    with pytest.warns(UserWarning, match=warning):
+        summary = score(file, model=deadly_model(reference_folder, tmp_path / "m", hangs=hangs), watcher=watching, code=True)
+    assert (summary.scored, summary.failed, watching.bad.keys()) == (39, 1, {19})
+    assert f"the sequence killed two workers ({why}" in watching.bad[19]
 
 
 @pytest.mark.slow
@@ -150,20 +160,6 @@ def test_three_devices_lost_in_a_row_end_the_run_and_what_was_committed_stays(sc
     assert not workers_of()
 
 
-@pytest.mark.slow
-def test_a_pass_that_never_ends_is_ended_and_its_sequence_is_found(score, tmp_path, reference_folder, monkeypatch):
-    monkeypatch.setattr(scheduler, "PING_SECONDS", 0.2)
-    monkeypatch.setattr(scheduler, "STUCK_SECONDS", 5.0)
-    monkeypatch.setattr(scheduler, "STUCK_STEPS", 2)
-    monkeypatch.setattr(unit_queue, "LEAST", 2)
-    rows = token_rows(20, seed=3)
-    rows[19]["rejected_ids"][4:8] = POISON
-    file, watching = write_rows(tmp_path / "rows.jsonl", rows), Watching()
-    with pytest.warns(UserWarning, match="it has scored nothing for .* although its process responds"):
-        summary = score(file, model=deadly_model(reference_folder, tmp_path / "m", hangs=True), watcher=watching, code=True)
-    assert (summary.scored, summary.failed, watching.bad.keys()) == (39, 1, {19})
-
-
 def test_slow_work_and_a_suspended_run_are_no_hang():
     clock, answers = scheduler.Clock(), []
     pulse = scheduler.Pulse(clock, lambda: answers[-1])
@@ -176,35 +172,16 @@ def test_slow_work_and_a_suspended_run_are_no_hang():
         clock.now += seconds - scheduler.PING_SECONDS
         return pulse.problem(longest)
 
-    clock.now += 36_000
-    pulse.note_loaded()
-    assert clock.slowest == 36_000
-    clock.slowest = 0.0
     assert after(36_000, 0) is None, "the first unit takes as long as it takes: a model is compiled, or the processor is slow"
     assert after(20, 8) is None
     clock.longest, clock.slowest = 100, 60.0
     assert after(1_700, 8) is None
     assert after(15_000, 8, longest=400) is None, "a sequence of four times the length takes up to 16 times as long"
-    assert after(20, 16, longest=400) is None
-    assert clock.slowest > 15_000, "a step of that length is known now"
-    clock.slowest = 60.0
-    assert after(1_000, 16) is None
-    clock.now += 860
-    assert "scored nothing for 31 min" in pulse.problem(100)
-
-    unwatched = scheduler.Pulse(clock, lambda: None)
-    for _ in range(3):
-        clock.now += 10_000
-        assert unwatched.problem(longest=10) is None
-    silent = scheduler.Pulse(clock, Future)
-    clock.now += scheduler.PING_SECONDS
-    assert silent.problem(0) is None
+    assert "scored nothing for" in after(15_000, 8, longest=400)
     now = clock.now
     clock._ticked_at -= 36_000  # the machine was suspended
     clock.tick()
-    assert clock.now - now <= 5 and silent.problem(0) is None
-    clock.now += scheduler.SILENT_SECONDS + 1
-    assert "has not responded for" in silent.problem(0)
+    assert clock.now - now <= 5
 
 
 def test_a_model_that_changes_before_a_worker_loads_it_is_refused(score, tmp_path, reference_folder):
@@ -269,11 +246,9 @@ def test_places_are_devices_or_groups_of_them(monkeypatch):
     for devices, count, more, why in (
         (["tpu"], 8, (), "use 'all', 'auto', 'cpu'"),
         (["cuda:8"], 8, (), "torch detects 8 GPUs; the highest number is 7"),
-        (["cuda:0"], 0, (), "torch detects 0 GPUs"),
         (["all"], 3, (4, True), "3 GPUs cannot be split into groups of 4"),
         (["cuda:0", "cuda:1", "cuda:2"], 8, (2, True), "3 GPUs cannot be split into groups of 2"),
         (["cuda", "cuda"], 8, (1, True), "can contain only GPUs by number"),
-        (["cpu", "cpu"], 0, (1, True), "can contain only GPUs by number"),
     ):
         with pytest.raises(UsageError, match=why):
             names(devices, count, *more)
@@ -312,55 +287,7 @@ def test_devices_that_cannot_be_used_are_refused(reflogp, reference_folder, tmp_
     assert code == 2 and why in err
 
 
-def test_units_keep_a_prompt_together_shrink_towards_the_end_and_stay_within_a_commit():
-    line = UnitQueue()
-    line.put([Miss(bytes([at]), Sequence(np.array([at % 5]), np.array([at])), 1, [0]) for at in range(40)])
-    for _ in range(4):
-        unit = line.take(12)
-        assert len(unit.misses) == 8 and len({int(miss.sequence.prompt_ids[0]) for miss in unit.misses}) == 1
-    assert [len(line.take(5).misses), len(line.take(5).misses), len(line)] == [5, 3, 0]
-    assert unit_size(10_000, 4, None, 4096) == LEAST
-    assert [unit_size(left, 4, 100.0, 4096) for left in (10**6, 16_000, 1_600, 16)] == [3000, 1000, 200, LEAST]
-    assert [unit_size(left, 4, 1.0, 4096) for left in (10**6, 160, 16)] == [30, 10, LEAST]
-    assert unit_size(10**6, 4, 1000.0, 4096) == 4096
-    assert unit_size(10**6, 4, 10.0, 5) == 5
-
-
 # Images
-
-
-def image(source) -> RowImage:
-    return RowImage(pixel_digest(source), kind_of_image(source), source)
-
-
-def miss(number: int, pictures: list[RowImage], vision) -> Miss:
-    images = SequenceImages(tuple(pictures), (4,) * len(pictures), vision, True) if pictures else None
-    return Miss(bytes([number]) * 16, Sequence(np.array([1, number]), np.array([2]), images=images), 1, [number])
-
-
-def modes() -> list[Image.Image]:
-    """Pictures of every mode that a file may give."""
-    rgb = picture(1)
-    clear = rgb.convert("P")
-    clear.info["transparency"] = 3
-    deep = Image.fromarray(np.arange(48 * 40, dtype=np.uint16).reshape(40, 48) * 30)
-    converted = [rgb.convert(mode) for mode in ("1", "L", "LA", "P", "RGBA", "CMYK", "YCbCr", "I", "F")]
-    return [rgb, clear, deep, *converted]
-
-
-def test_a_unit_carries_its_images_once_and_their_pixels(llava):
-    vision = load_processor(llava, llava)
-    pictures = [image(mode) for mode in modes()]
-    misses = [miss(number, [pictures[number], pictures[0]], vision) for number in range(len(pictures))] * 2
-    content, problems = encode([miss(100, [], vision), *misses])
-    assert not problems and len(content) < sum(picture.size for picture in pictures) * 3
-    plain, *sent = [got.sequence for got in decode(content, VisionCache(llava, False).find)]
-    assert plain.images is None
-    for of_row, got in zip(misses, sent, strict=True):
-        images = of_row.sequence.images
-        assert (got.images.digests, got.images.counts) == (images.digests, images.counts)
-        for one, other in zip(images.pictures, got.images.pictures, strict=True):
-            assert pixel_digest(other.load()) == pixel_digest(one.load())
 
 
 def test_a_worker_needs_the_processor_of_the_run_which_may_be_in_another_folder_than_the_model(llava, tmp_path):
@@ -371,7 +298,9 @@ def test_a_worker_needs_the_processor_of_the_run_which_may_be_in_another_folder_
     for name in ("processor_config.json", "preprocessor_config.json"):
         (model / name).write_text("{")  # broken
     vision = load_processor(str(tmp_path / "other"), llava)
-    content, _ = encode([miss(1, [image(picture(1))], vision)])
+    red = RowImage(pixel_digest(picture(1)), kind_of_image(picture(1)), picture(1))
+    images = SequenceImages((red,), (4,), vision, True)
+    content, _ = encode([Miss(bytes(16), Sequence(np.array([1]), np.array([2]), images=images), 1, [0])])
     [sequence] = [got.sequence for got in decode(content, VisionCache(str(model), False).find)]
     assert sequence.images.vision.tokens.settings == vision.tokens.settings != load_processor(llava, llava).tokens.settings
     (tmp_path / "other").rename(tmp_path / "away")
@@ -380,10 +309,15 @@ def test_a_worker_needs_the_processor_of_the_run_which_may_be_in_another_folder_
 
 
 @pytest.mark.slow
-def test_decoded_pictures_go_to_workers(score, llava):
-    data = open_dataset([pair("what?", [picture(seed)]) for seed in range(4)])
+def test_decoded_pictures_of_every_mode_go_to_workers(score, llava):
+    rgb = picture(1)
+    clear = rgb.convert("P")
+    clear.info["transparency"] = 3
+    deep = Image.fromarray(np.arange(48 * 40, dtype=np.uint16).reshape(40, 48) * 30)
+    modes = [rgb.convert(mode) for mode in ("1", "L", "LA", "P", "RGBA", "CMYK", "YCbCr", "I", "F")]
+    data = open_dataset([pair("what?", [image, rgb]) for image in (rgb, clear, deep, *modes)])
     here, there = score(data, "here", alone=True, model=llava), score(data, "there", model=llava)
-    assert here.scored == there.scored == 8
+    assert here.scored == there.scored == 24
     score.assert_same_rows(here.reference_id)
 
 
