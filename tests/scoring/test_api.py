@@ -201,10 +201,7 @@ def test_what_pandas_makes_of_gaps(model, tmp_path):
     assert report(model, odd, tmp_path / "store", tmp_path / "report", dtype="float32").with_values == 3
 
 
-def test_messages_and_many_windows_of_tokens(model, pair_rows, tmp_path):
-    messages = [{name: row[name] for name in ("prompt", "chosen", "rejected") if name in row} for row in pair_rows[:6]]
-    assert score(model, pandas.DataFrame(messages), tmp_path / "store", dtype="float32").bad_rows == 0
-    assert len(join(model, datasets.Dataset.from_list(messages), tmp_path / "store", dtype="float32")) == 6
+def test_many_windows_of_tokens(model, tmp_path):
     tokens = [{"prompt_ids": [5, n % 700 + 10], "chosen_ids": [7, 8], "rejected_ids": [9]} for n in range(1500)]
     frame = polars.DataFrame(tokens)
     assert score(model, frame, tmp_path / "store", dtype="float32").rows == 1500
@@ -238,9 +235,3 @@ def test_what_cannot_be_meant_is_refused(rows, model, scored, tmp_path):
     ):
         with pytest.raises(error, match=says):
             call()
-
-
-def test_the_command_for_missing_values_names_the_tokenizer(rows, model, scored):
-    other = [{**rows[0], "prompt": "What else? "}]
-    with pytest.raises(NotScoredError, match=f"reflogp score .* --tokenizer {model}"):
-        join(model, other, scored, dtype="float32", tokenizer=str(model))

@@ -1,7 +1,6 @@
 """`--tokenizer` and `--chat-template`: what a trainer's own tokenizer makes of the rows is what gets scored."""
 
 import shlex
-import shutil
 
 import numpy as np
 import pytest
@@ -68,15 +67,3 @@ def test_options_that_cannot_be_used(reference_folder, tmp_path):
             chosen_tokenizer(str(reference_folder), None, str(tmp_path / file))
     with pytest.raises(UsageError, match="no such folder"):
         chosen_tokenizer(str(reference_folder), str(tmp_path / "nothing"))
-
-
-def test_join_and_report_name_the_whole_command_where_nothing_was_scored(reference_folder, pairs_file, tmp_path, reflogp):
-    own = tmp_path / "own"
-    shutil.copytree(reference_folder, own)
-    for command, output in (("join", tmp_path / "x.parquet"), ("report", tmp_path / "report")):
-        words = [command, reference_folder, pairs_file, "--store", tmp_path / "none", "--dtype", "float32", "-o", output]
-        status, _, callbacks = reflogp(*words, "--max-length", "200", "--tokenizer", own, "--trust-remote-code")
-        assert status != 0
-        flat = " ".join(callbacks.split())
-        assert f"reflogp score {reference_folder} {pairs_file} --store" in flat
-        assert f"--dtype float32 --max-length 200 --tokenizer {own} --trust-remote-code" in flat

@@ -78,26 +78,12 @@ ANYTHING = st.one_of(
     st.sampled_from([10**4000, "\ud800", "a\x00b", "\U0001f600", nested(40), nested(600), [], {}, [None], {"role": "user"}]),
     st.recursive(st.integers() | st.text(max_size=3), lambda some: st.lists(some) | st.dictionaries(st.text(max_size=3), some)),
 )
+_WITHIN_MESSAGES = ((), (0,), (0, "role"), (0, "content"), (0, "tool_calls"), (0, "name"))
 PLACES = st.sampled_from(
     [
-        ("prompt",),
-        ("prompt", 0),
-        ("prompt", 0, "role"),
-        ("prompt", 0, "content"),
-        ("prompt", 0, "tool_calls"),
-        ("prompt", 0, "name"),
-        ("chosen",),
-        ("chosen", 0),
-        ("chosen", 0, "content"),
-        ("rejected",),
-        ("rejected", 0, "content"),
-        ("tools",),
-        ("chat_template_kwargs",),
-        ("chat_template_kwargs", "thinking"),
-        ("chat_template_kwargs", "documents"),
-        ("chat_template_kwargs", "bos_token"),
-        ("label",),
-        ("note",),
+        *((side, *place) for side in ("prompt", "chosen", "rejected") for place in _WITHIN_MESSAGES),
+        *(("chat_template_kwargs", *place) for place in ((), ("thinking",), ("documents",), ("bos_token",))),
+        *((column,) for column in ("tools", "label", "note")),
     ]
 )
 

@@ -5,11 +5,8 @@ import math
 import random
 import re
 import shutil
-import subprocess
-import sys
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
@@ -20,8 +17,7 @@ from reflogp.scoring.reports.measures import robust_z_by_length
 from reflogp.scoring.reports.truncation import Lengths, cut, cuts, max_length_for_share
 from reflogp.store import Store, describe_reference, sequence_keys
 from reflogp.store.keys import list_lengths, token_lists
-from reflogp.store.schema import shard_table
-from tests.conftest import REPOSITORY, write_rows
+from tests.conftest import write_rows
 from tests.service.test_pages import IMAGE, SCRIPT, chromium, opened  # noqa: F401 (a fixture)
 
 DONE, FAILED, USAGE, MISSES = 0, 1, 2, 3
@@ -57,15 +53,11 @@ def stored(reference_folder, tmp_path):
         numbers = np.random.default_rng(seed)
         table = Store(str(tmp_path / "store")).create_table(describe_reference(str(reference_folder), "float32"))
         for name in [name for name in rows[0] if name.endswith("_ids") and name != "prompt_ids"]:
-            prompts, completions = token_lists([row["prompt_ids"] for row in rows]), token_lists([row[name] for row in rows])
-            lengths = list_lengths(completions)
-            made = [(-numbers.exponential(1.0, length)).astype(np.float32) for length in lengths]
+            made = [(-numbers.exponential(1.0, len(row[name]))).astype(np.float32) for row in rows]
             for at, given in (values or {}).get(name, {}).items():
                 made[at] = np.array(given, np.float32)
-            logps = pa.array(made, pa.list_(pa.float32()))
-            table.append(
-                shard_table(sequence_keys(prompts, completions), list_lengths(prompts), lengths, logps, {"engine": "test"})
-            )
+            prompts, completions = [row["prompt_ids"] for row in rows], [row[name] for row in rows]
+            table.add(prompts, completions, made, provenance={"engine": "test"})
 
     return stored
 
@@ -289,9 +281,10 @@ def test_pairs_as_kto_rows_are_two_rows(run, report, pairs_file, tmp_path):
     assert (code, summary["rows"], summary["written"], summary["coverage"]) == (DONE, 80, 80, 1.0)
 
 
-@pytest.fixture
-def hostile(report, stored, reference_folder, tokenizer, tmp_path):
-    """The page of a dataset that is made to break one, and its folder."""
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "width"), [("dark", 360), ("light", 1200)])
+def test_a_hostile_dataset_harms_no_browser(chromium, report, stored, reference_folder, scheme, width, tmp_path):  # noqa: F811
+    """Everything that the page has, which stands alone, is opened, and what a dataset could have done is looked for."""
     folder = tmp_path / "hostile"
     shutil.copytree(reference_folder, folder)
     own = load_tokenizer(str(folder))
@@ -309,17 +302,9 @@ def hostile(report, stored, reference_folder, tokenizer, tmp_path):
     rows.append({"prompt_ids": [1], "chosen_ids": SCRIPT, "rejected_ids": [2]})
     stored(rows[:-1], values)
     name = f"<img src=x onerror=alert(9)>\u202e{'long' * 40}.jsonl"
-    code, summary, page = report(write_rows(tmp_path / name, rows), model=folder)
-    assert (code, summary["bad_rows"]) == (MISSES, 1)
-    assert summary["outliers"]
-    return tmp_path / "report" / "index.html", page
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("scheme", "width"), [("dark", 360), ("light", 1200)])
-def test_a_hostile_dataset_harms_no_browser_and_its_page_stands_alone(chromium, hostile, scheme, width):  # noqa: F811
-    """Everything that the page has is opened, and what a dataset could have done is looked for."""
-    file, source = hostile
+    code, summary, source = report(write_rows(tmp_path / name, rows), model=folder)
+    assert (code, summary["bad_rows"]) == (MISSES, 1) and summary["outliers"]
+    file = tmp_path / "report" / "index.html"
     with opened(chromium, color_scheme=scheme, viewport={"width": width, "height": 740}, has_touch=width < 400) as page:
         asked = []
         page.on("request", lambda request: asked.append(request.url))
@@ -341,7 +326,7 @@ def test_a_hostile_dataset_harms_no_browser_and_its_page_stands_alone(chromium, 
     assert [name.name for name in file.parent.iterdir()] == ["index.html"]
 
 
-# The folder, and the cost
+# The folder
 
 
 def test_only_an_earlier_report_is_replaced(run, report, stored, tmp_path):
@@ -356,31 +341,3 @@ def test_only_an_earlier_report_is_replaced(run, report, stored, tmp_path):
         code, _, err = run("report", data, "-o", place)
         assert code == USAGE and says in err.replace("\n", " ")
     assert (other / "index.html").read_text() == "<p>mine"
-
-
-#: Reports on each file; says how many megabytes the process has taken at most, so far.
-MEASURE = """
-import resource, sys
-from reflogp.cli import main
-model, store, *files = sys.argv[1:]
-for file in files:
-    sys.argv = ["reflogp", "report", model, file, "--store", store, "-o", file + ".report", "--dtype", "float32"]
-    try:
-        main()
-    except SystemExit as end:
-        assert not end.code, end.code
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, file=sys.stderr)
-"""
-
-
-@pytest.mark.slow
-def test_memory_grows_by_a_few_hundred_bytes_a_row(reference_folder, stored, tmp_path):
-    """Eight times the rows in one dataset: what is kept of each is far less than its tokens."""
-    rows = random_pairs(8_000)
-    stored(rows)
-    files = [write_rows(tmp_path / f"{count}.jsonl", rows[:count]) for count in (1_000, 8_000)]
-    command = [sys.executable, "-c", MEASURE, reference_folder, tmp_path / "store", *files]
-    ran = subprocess.run([*map(str, command)], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert ran.returncode == DONE, ran.stderr
-    few, many = map(int, ran.stderr.split())
-    assert many - few < 40, (few, many)  # some buffers; the rows as Python lists take 60

@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -7,10 +6,10 @@ from reflogp.scoring.data.read import RowSource, batched
 from reflogp.scoring.data.tokenize import TokenizedDataset, load_tokenizer
 from reflogp.scoring.runs.pipeline import EngineScheduler
 from reflogp.scoring.runs.score import score_dataset
-from reflogp.scoring.torch_engine import TorchEngine
-from reflogp.store import Store, describe_reference, sequence_keys
+from reflogp.scoring.torch_engine import Sequence, TorchEngine
+from reflogp.store import Store, describe_reference
 from reflogp.store.windows import TrainerSettings
-from tests.conftest import plain_token_logps, write_rows
+from tests.conftest import largest_error, write_rows
 from tests.scoring.watching import Watching
 
 
@@ -18,19 +17,19 @@ from tests.scoring.watching import Watching
 def score(reference_folder, tmp_path):
     """score(file, **options) -> summary, into one store."""
 
-    def run(file, make_engine=None, form=None, commit_sequences=4096, **options):
-        reference = describe_reference(str(reference_folder), "float32")
+    reference, store = describe_reference(str(reference_folder), "float32"), Store(tmp_path / "store")
+
+    def run(file, make_engine=None, commit_sequences=4096, **options):
         engine = make_engine or (lambda: TorchEngine(str(reference_folder), "float32"))
-        dataset = TokenizedDataset(RowSource(str(file)), lambda: load_tokenizer(str(reference_folder)), form)
+        dataset = TokenizedDataset(RowSource(str(file)), lambda: load_tokenizer(str(reference_folder)))
         scheduler = EngineScheduler(engine, commit_sequences=commit_sequences)
-        return score_dataset(dataset, Store(tmp_path / "store").values_table(reference), scheduler, **options)
+        return score_dataset(dataset, store.values_table(reference), scheduler, **options)
 
+    def stored(sequences):
+        return store[reference].get([each.prompt_ids for each in sequences], [each.completion_ids for each in sequences])
+
+    run.stored = stored
     return run
-
-
-def snapshot(reference_folder, tmp_path):
-    reference = describe_reference(str(reference_folder), "float32")
-    return Store(tmp_path / "store")[reference.reference_id].snapshot()
 
 
 def must_not_load():
@@ -65,10 +64,8 @@ def test_values_equal_a_plain_forward_and_bad_rows_are_named(score, tmp_path, re
     assert (notes.snapshot, notes.rows) == (summary.snapshot, summary.rows)
     assert notes.done == summary.scored + summary.duplicates + summary.failed == summary.sequences and notes.total == 26
     model = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32)
-    sequences = [(row["prompt_ids"], row[side]) for row in good for side in ("chosen_ids", "rejected_ids")] + [([1], [2])]
-    stored = snapshot(reference_folder, tmp_path).token_logps(sequence_keys(*map(list, zip(*sequences, strict=True))))
-    for (prompt, completion), values in zip(sequences, stored, strict=True):
-        assert np.abs(values - plain_token_logps(model, prompt, completion)).max() <= 1e-4
+    sequences = [Sequence(row["prompt_ids"], row[side]) for row in good for side in ("chosen_ids", "rejected_ids")]
+    assert largest_error(score.stored([*sequences, Sequence([1], [2])]), model, [*sequences, Sequence([1], [2])]) <= 1e-4
 
 
 @pytest.mark.parametrize("commit_sequences", [3, 4096])
@@ -101,21 +98,8 @@ def test_keep_end_scores_the_window_that_is_left(score, tmp_path, reference_fold
     file = write_rows(tmp_path / "t.jsonl", [{"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}])
     score(file, settings=TrainerSettings(max_length=8, truncation_mode="keep_end"))
     model = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32)
-    windows = [((prompt + chosen)[-8:-3], chosen), (rejected[-8:-7], rejected[-7:])]
-    at = snapshot(reference_folder, tmp_path)
-    stored = at.token_logps(sequence_keys([p for p, _ in windows], [c for _, c in windows]))
-    for (context, completion), values in zip(windows, stored, strict=True):
-        assert np.abs(values - plain_token_logps(model, context, completion)).max() <= 1e-4
-
-
-def test_a_run_of_many_commits_compacts_as_it_goes(score, tmp_path, monkeypatch, reference_folder):
-    monkeypatch.setattr("reflogp.store.maintenance.SMALL_SHARDS", 3)
-    monkeypatch.setattr("reflogp.store.maintenance._SMALL_SHARDS_SPREAD", 1)
-    rows = [{"prompt_ids": [1, i], "chosen_ids": [2, 3], "rejected_ids": [4]} for i in range(10)]
-    assert score(write_rows(tmp_path / "t.jsonl", rows), commit_sequences=2).scored == 20
-    at = snapshot(reference_folder, tmp_path)
-    assert len(at) == 20
-    assert len(at.rows_of) <= 4
+    windows = [Sequence((prompt + chosen)[-8:-3], chosen), Sequence(rejected[-8:-7], rejected[-7:])]
+    assert largest_error(score.stored(windows), model, windows) <= 1e-4
 
 
 def test_the_sharing_gain_counts_tokens_that_are_shared_once(score, tmp_path):
@@ -131,15 +115,13 @@ def test_the_sharing_gain_counts_tokens_that_are_shared_once(score, tmp_path):
 
 def test_values_that_are_not_finite_are_reported_and_not_stored(score, tmp_path, reference_folder):
     """Weights that are broken for one token: only sequences that hold it suffer."""
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(reference_folder)
     model.get_input_embeddings().weight.data[7] = float("nan")
     model.save_pretrained(tmp_path / "broken")
     rows = [{"prompt_ids": [1], "chosen_ids": [2, 3], "rejected_ids": [2, last, 2]} for last in (4, 7)]
     summary = score(write_rows(tmp_path / "t.jsonl", rows), lambda: TorchEngine(str(tmp_path / "broken"), "float32"))
     assert (summary.failed, summary.bad_row_numbers) == (1, [1])
-    assert snapshot(reference_folder, tmp_path).stored_lengths(sequence_keys([[1]], [[2, 7, 2]])).tolist() == [-1]
+    assert score.stored([Sequence([1], [2, 7, 2])]) == [None]
 
 
 @pytest.mark.slow

@@ -12,12 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from reflogp.scoring import join, report, score
 from reflogp.scoring.errors import NotScoredError
-from reflogp.store import UsageError
 from tests.conftest import plain_token_logps, save_llama, write_rows
 from tests.docs.blocks import blocks_of
 
 DONE, FAILED, USAGE, MISSES = 0, 1, 2, 3
-SIZE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +33,8 @@ def policy(reference_folder):
 
 @pytest.fixture(scope="module")
 def base(tokenizer, tmp_path_factory):
-    return str(save_llama(tmp_path_factory.mktemp("base"), tokenizer, **SIZE))
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return str(save_llama(tmp_path_factory.mktemp("base"), tokenizer, **size))
 
 
 @pytest.fixture(scope="module")
@@ -180,15 +179,6 @@ def test_two_models_that_tokenize_differently(rows, policy, base, tokenizer, tmp
         score(model, rows, store, dtype="float32")
     with pytest.raises(NotScoredError, match=r"different ids in their vocabularies, so their log-probs cannot be compared$"):
         join(policy, rows, store, versus=str(words))
-
-
-def test_the_same_model_twice(rows, policy, store, tmp_path):
-    for call in (
-        lambda: join(policy, rows, store, dtype="float32", versus=policy),
-        lambda: report(policy, rows, store, tmp_path / "report", dtype="float32", versus=policy),
-    ):
-        with pytest.raises(UsageError, match=r"are the same model .*name another model"):
-            call()
 
 
 def test_the_recipe_for_instruction_following_difficulty(rows, policy, tmp_path):
