@@ -13,12 +13,9 @@ TREES = {
     "v2: memory.high": ("0::/a\n", {"a/memory.max": "9000000\n", "a/memory.high": "4000000\n"}, 4_000_000),
     "v2: a container with a namespace": ("0::/\n", {"memory.max": "2000000\n"}, 2_000_000),
     "v2: the host's path": ("0::/docker/x\n", {"memory.max": "2000000\n"}, 2_000_000),
-    "v1: its own limit": ("4:memory:/job\n1:cpu:/\n", {"memory/job/memory.limit_in_bytes": "7000000\n"}, 7_000_000),
-    "v1: the host's path": ("4:memory:/docker/x\n", {"memory/memory.limit_in_bytes": "6000000\n"}, 6_000_000),
     "v1 beside v2": ("4:cpu,memory:/job\n0::/\n", {"memory/job/memory.limit_in_bytes": "7000000\n"}, 7_000_000),
     "v1 without a limit": ("4:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712\n"}, None),
     "no cgroups": ("", {}, None),
-    "v2 without a memory controller": ("0::/a\n", {"a/cgroup.procs": "1\n"}, None),
 }
 
 
