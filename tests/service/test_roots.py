@@ -1,8 +1,6 @@
 """Datasets by path: what is under the roots, and what only looks so."""
 
 import os
-import socket
-from pathlib import Path
 
 import pytest
 
@@ -16,28 +14,23 @@ from reflogp.service.settings import ServerSettings
 def place(tmp_path):
     """A root with good and bad things in it, and a secret beside it."""
     root, outside = tmp_path / "root", tmp_path / "outside"
-    (root / "deep" / "er").mkdir(parents=True)
-    (outside / "folder").mkdir(parents=True)
-    (root / "a.jsonl").write_text("{}\n")
-    (root / "deep" / "b.csv").write_text("x\n1\n")
-    (root / "deep" / "er" / "c.parquet").write_text("PAR1")
-    (root / "notes.txt").write_text("no dataset")
-    (root / "noname").write_text("no dataset")
-    (root / ".hidden.jsonl").write_text("{}\n")
-    (root / ".folder").mkdir()
-    (root / ".folder" / "d.jsonl").write_text("{}\n")
-    (root / "empty").mkdir()
-    (outside / "secret.jsonl").write_text("{}\n")
+    names = ["root/a.jsonl", "root/deep/b.csv", "root/deep/er/c.parquet", "root/notes.txt", "root/empty/notes.txt"]
+    names += [
+        "root/.hidden.jsonl",
+        "root/.folder/d.jsonl",
+        "outside/secret.jsonl",
+        "outside/folder/a.jsonl",
+        "root-evil/a.jsonl",
+    ]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}\n")
     links = {
         "inside.jsonl": "deep/b.csv",
         "absolute.jsonl": root / "a.jsonl",
-        "up.jsonl": "deep/../a.jsonl",
         "out.jsonl": outside / "secret.jsonl",
-        "out-missing.jsonl": outside / "not-there.jsonl",
-        "out-relative.jsonl": "../outside/secret.jsonl",
         "out-and-in.jsonl": "../root/a.jsonl",
         "out-folder": outside / "folder",
-        "etc": "/etc",
         "chain.jsonl": "out.jsonl",
         "to-hidden.jsonl": ".hidden.jsonl",
         "to-text.jsonl": "notes.txt",
@@ -48,15 +41,6 @@ def place(tmp_path):
     for name, target in links.items():
         (root / name).symlink_to(target)
     os.mkfifo(root / "pipe.jsonl")
-    with socket.socket(socket.AF_UNIX) as listening:
-        here = Path.cwd()
-        os.chdir(root)  # a socket's path is at most 107 bytes
-        try:
-            listening.bind("socket.jsonl")
-        finally:
-            os.chdir(here)
-    (tmp_path / "root-evil").mkdir()
-    (tmp_path / "root-evil" / "a.jsonl").write_text("{}\n")
     return tmp_path
 
 
@@ -74,14 +58,10 @@ def refused(path, settings) -> Problem:
 @pytest.mark.parametrize(
     "name, leads_to",
     [
-        ("a.jsonl", "a.jsonl"),
-        ("./a.jsonl", "a.jsonl"),
         ("deep//b.csv", "deep/b.csv"),
         ("inside.jsonl", "deep/b.csv"),
         ("absolute.jsonl", "a.jsonl"),
-        ("up.jsonl", "a.jsonl"),
         ("out-and-in.jsonl", "a.jsonl"),
-        ("deep", "deep"),
         ("deep/er/", "deep/er"),
     ],
 )
@@ -95,56 +75,34 @@ def test_what_is_under_a_root_is_found_without_links(place, name, leads_to):
     "path, status",
     [
         ("{place}/outside/secret.jsonl", 403),
-        ("{place}/outside/not-there.jsonl", 403),
         ("{place}/root-evil/a.jsonl", 403),
-        ("/etc/passwd", 403),
-        ("/", 403),
         ("//etc/passwd", 403),
         ("a.jsonl", 403),
-        ("./a.jsonl", 403),
-        ("~/a.jsonl", 403),
-        ("", 403),
         ("file://{place}/root/a.jsonl", 403),
         ("{place}/root/../outside/secret.jsonl", 403),
-        ("{place}/root/deep/../../outside/secret.jsonl", 403),
         ("{place}/root/..", 403),
         ("{place}/root/a.jsonl\0.txt", 422),
         ("{place}/root/a\n.jsonl", 422),
-        ("{place}/root/\ud800.jsonl", 422),
         ("{place}/root/\udcff.jsonl", 422),
         ("{place}/root/out.jsonl", 403),
-        ("{place}/root/out-missing.jsonl", 403),
-        ("{place}/root/out-relative.jsonl", 403),
-        ("{place}/root/out-folder", 403),
         ("{place}/root/out-folder/not-there.jsonl", 403),
-        ("{place}/root/etc/passwd", 403),
         ("{place}/root/chain.jsonl", 403),
         ("{place}/root/proc.jsonl", 403),
         ("{place}/root/circle.jsonl", 404),
-        ("{place}/root/.hidden.jsonl", 403),
         ("{place}/root/.folder/d.jsonl", 403),
         ("{place}/root/to-hidden.jsonl", 403),
         ("{place}/root/to-text.jsonl", 422),
         ("{place}/root/to-nothing.jsonl", 404),
-        ("{place}/root/nothing.jsonl", 404),
         ("{place}/root/a.jsonl/b.jsonl", 404),
         ("{place}/root/{long}.jsonl", 404),
-        ("{place}/root/notes.txt", 422),
-        ("{place}/root/noname", 422),
         ("{place}/root/empty", 422),
         ("{place}/root/pipe.jsonl", 422),
-        ("{place}/root/socket.jsonl", 422),
     ],
 )
 def test_hostile_paths_are_refused(place, path, status):
     problem = refused(path.format(place=place, long="x" * 3000), settings_of(place, "root"))
     assert problem.status == status, problem.detail
     assert "outside" not in problem.detail and "secret" not in problem.detail
-
-
-def test_devices_are_refused():
-    assert refused("/dev/null", ServerSettings(store="s", dataset_roots=["/dev"])).status == 422
-    assert refused("/dev/zero", ServerSettings(store="s", dataset_roots=["/"])).status == 422
 
 
 def test_the_answer_does_not_say_what_is_outside(place):
@@ -164,6 +122,10 @@ def test_without_roots_there_are_no_paths(place):
     assert problem.status == 403 and "uploads" in problem.next_step
 
 
+def test_a_device_is_refused():
+    assert refused("/dev/zero", ServerSettings(store="s", dataset_roots=["/dev"])).status == 422
+
+
 def test_a_root_may_be_a_link_and_there_may_be_several(place):
     (place / "alias").symlink_to(place / "root")
     settings = settings_of(place, "not-there", "outside", "alias")
@@ -175,25 +137,21 @@ def test_a_root_may_be_a_link_and_there_may_be_several(place):
 
 BAD_ENTRIES = [
     ("a link out", lambda path, place: path.symlink_to(place / "outside" / "secret.jsonl")),
-    ("a link to nothing outside", lambda path, place: path.symlink_to(place / "outside" / "none")),
     ("a folder out", lambda path, place: path.symlink_to("/etc")),
+    ("a link to nothing", lambda path, place: path.symlink_to("me@host.1234:56")),
     ("a pipe", lambda path, place: os.mkfifo(path)),
 ]
 
 
 @pytest.mark.parametrize("name, make", BAD_ENTRIES)
-@pytest.mark.parametrize("where", ["bad.jsonl", "er/bad.jsonl"])
-def test_a_folder_that_holds_something_bad_is_refused(place, name, make, where):
-    make(place / "root" / "deep" / where, place)
-    assert refused(f"{place}/root/deep", settings_of(place, "root")).status in (403, 404, 422)
-
-
-@pytest.mark.parametrize("name, make", [*BAD_ENTRIES, ("a lock", lambda path, place: path.symlink_to("me@host.1234:56"))])
-@pytest.mark.parametrize("where", [".bad.jsonl", "er/.bad"])
-def test_a_hidden_entry_is_skipped_unopened(place, name, make, where):
-    before = resolve_path(f"{place}/root/deep", settings_of(place, "root"))
-    make(place / "root" / "deep" / where, place)
-    assert resolve_path(f"{place}/root/deep", settings_of(place, "root")) == before
+@pytest.mark.parametrize("where", ["", "er"])
+def test_a_folder_that_holds_something_bad_is_refused_unless_it_is_hidden(place, name, make, where):
+    folder, settings = place / "root" / "deep", settings_of(place, "root")
+    before = resolve_path(str(folder), settings)
+    make(folder / where / ".bad.jsonl", place)
+    assert resolve_path(str(folder), settings) == before
+    make(folder / where / "bad.jsonl", place)
+    assert refused(str(folder), settings).status in (403, 404, 422)
 
 
 def test_a_folder_of_too_many_files_is_refused(place, monkeypatch):
