@@ -4,8 +4,8 @@ Each body is about `size` bytes or at the route's own bound, whichever is less. 
 """
 
 import json
-import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -104,14 +104,13 @@ def scores(bounds: Bounds, long_key: bytes, job: str) -> dict[str, Heavy]:
     offsets = _lists(n, half, pa.int8()).buffers()[1].to_pybytes()[: 4 * n + 4]
     unused = body(pa.int8(), 9).replace(offsets, bytes(4 * n + 4))  # every list is empty, and values are there all the same
     small = pa.record_batch([_lists(1, 1, pa.int32())] * 2, names=["prompt_ids", "completion_ids"])
+    whole, scored = body(pa.int64(), 1_000_000_000, mask_each=2 * half), (200, 429, 503)
     found = {
-        "as many tokens as allowed, with masks": Heavy(
-            path, body(pa.int64(), 1_000_000_000, mask_each=2 * half), (200, 429, 503), arrow
-        ),
-        "the same in bytes": Heavy(path, body(pa.int8(), -1, mask_each=2 * half), (200, 429, 503), arrow),
+        "as many tokens as allowed, with masks": Heavy(path, whole, scored, arrow),
+        "the same in bytes": Heavy(path, body(pa.int8(), -1, mask_each=2 * half), scored, arrow),
         "a mask of bytes that is long": Heavy(path, body(pa.int8(), -1, mask_each=14 * half), (413,), arrow),
         "too many tokens in bytes": Heavy(path, body(pa.int8(), 9, each=8 * half), (413,), arrow),
-        "values that no list holds": Heavy(path, unused, (200, 429, 503), arrow),
+        "values that no list holds": Heavy(path, unused, scored, arrow),
         "a batch for each sequence": Heavy(path, _batches(small, 8 * bounds.tokens), (413,), arrow),
     }
     for what, part in {"lists": b"[],", "objects": b"{},", "numbers": b"1,", "escapes": b'"\\u00e9",'}.items():
@@ -141,8 +140,8 @@ def completions(bounds: Bounds, long_key: bytes, job: str) -> dict[str, Heavy]:
 
 
 def jobs(bounds: Bounds, long_key: bytes, job: str) -> dict[str, Heavy]:
-    dataset = Heavy("/v1/jobs?reference=ref", b"x" * bounds.size, (200, 201, 422), {"content-type": "text/csv"})
-    return {"a dataset": dataset}
+    kind = {"content-type": "text/csv"}
+    return {"a dataset": Heavy("/v1/jobs?reference=ref", b"x" * bounds.size, (200, 201, 422), kind)}
 
 
 def uploads(bounds: Bounds, long_key: bytes, job: str) -> dict[str, Heavy]:
@@ -212,22 +211,19 @@ class Peak:
         return self.bytes[self._pids[0]] - self.before[self._pids[0]]
 
 
-def send(url: str, method: str, heavy: Heavy, count: int, at_once: int = 4) -> dict[int, int]:
+def send(url: str, method: str, heavy: Heavy, count: int, at_once: int = 4) -> Counter[int]:
     """Send a request so often, several at a time; status -> how many. Answers are read and thrown away.
 
     0 stands for a connection that the service closed.
     """
-    body = heavy.body
-    statuses: dict[int, int] = {}
-    lock = threading.Lock()
 
     def pieces() -> Iterator[bytes]:
-        for start in range(0, len(body), 1 << 20):
-            yield body[start : start + (1 << 20)]
+        for start in range(0, len(heavy.body), 1 << 20):
+            yield heavy.body[start : start + (1 << 20)]
 
     def ask(client: httpx.Client) -> int:
         try:
-            content = pieces() if heavy.chunked else body
+            content = pieces() if heavy.chunked else heavy.body
             with client.stream(method, url + heavy.path, content=content, headers=heavy.headers) as answer:
                 for _ in answer.iter_raw():
                     pass
@@ -235,16 +231,8 @@ def send(url: str, method: str, heavy: Heavy, count: int, at_once: int = 4) -> d
         except (httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):
             return 0  # the service hung up on a body that it does not read
 
-    def work(share: int) -> None:
-        with httpx.Client(timeout=300) as client:
-            for _ in range(share):
-                status = ask(client)
-                with lock:
-                    statuses[status] = statuses.get(status, 0) + 1
-
-    with ThreadPoolExecutor(at_once) as pool:
-        list(pool.map(work, [count // at_once + (n < count % at_once) for n in range(at_once)]))
-    return statuses
+    with httpx.Client(timeout=300) as client, ThreadPoolExecutor(at_once) as pool:
+        return Counter(pool.map(ask, [client] * count))
 
 
 def settle(pid: int, seconds: float = 3.0) -> None:
