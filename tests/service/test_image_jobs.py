@@ -12,7 +12,6 @@ import pytest
 
 from reflogp.client import Client, ServicePath
 from reflogp.scoring import score
-from reflogp.store import describe_reference
 from tests.conftest import write_rows
 from tests.scoring.stored_rows import rows_of, same_rows
 from tests.service.serving import float32, running, settings_file, wait_until
@@ -22,24 +21,18 @@ GOOD = encoded(picture(1), "PNG")
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A folder with a model, and a root `data` with images, links and a secret image beside it."""
-    folder = tmp_path_factory.mktemp("images")
-    make("LLaVA", folder / "llava")
-    data = folder / "data"
+def service(place, warm_python):
+    """A service of a model, and a root `data` with images, links and a secret image beside it."""
+    data = place / "data"
     (data / "deep").mkdir(parents=True)
-    for seed in range(6):
+    for seed in range(3):
         (data / "deep" / f"{seed}.png").write_bytes(encoded(picture(seed, (40 + seed, 60)), "PNG"))
-    (folder / "secret.png").write_bytes(encoded(picture(99), "PNG"))
+    (place / "secret.png").write_bytes(GOOD)
     (data / ".hidden.png").write_bytes(GOOD)
-    (data / "out.png").symlink_to(folder / "secret.png")
+    (data / "out.png").symlink_to(place / "secret.png")
     (data / "inside.png").symlink_to("deep/0.png")
     os.mkfifo(data / "pipe.png")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def service(place, warm_python):
+    make("LLaVA", place / "llava")
     models = {"ref": float32(place / "llava")}
     file = settings_file(place, place / "store", models, dataset_roots=[str(place / "data")], pinned="ref")
     with running("--config", file, warm=warm_python) as service:
@@ -50,42 +43,36 @@ def uri(image) -> str:
     return "data:image/png;base64," + base64.b64encode(encoded(image, "PNG")).decode()
 
 
-def result_of(client, job) -> pa.Table:
-    return pq.read_table(io.BytesIO(httpx.get(f"{client.url}/v1/jobs/{job}/result").content))
+def result_of(service, job) -> pa.Table:
+    return pq.read_table(io.BytesIO(httpx.get(f"{service.url}/v1/jobs/{job}/result").content))
 
 
 def done(service, dataset):
-    """Submit a job and wait for its end; gives its state, result and report."""
+    """Submit a job and wait for its end; gives its state and result."""
     with Client(service.url) as client:
         job = client.watch(client.submit(dataset, "ref").id)
-        assert job.state == "done", (job, "".join(service.log))
-        result = result_of(client, job.id)
-        report = httpx.get(f"{service.url}/v1/jobs/{job.id}/report").text
-    return job, result, report
+    assert job.state == "done", (job, "".join(service.log))
+    return job, result_of(service, job.id)
 
 
 def test_uploads_that_hold_their_images_are_scored_as_on_the_command_line(service, place, tmp_path):
     alike = {"chosen": "a red square " * 9, "rejected": "a red square " * 9 + "two"}  # so that the report shows the rows
     texts = [pair(f"which? {n}", [uri(picture(n)), uri(picture(n + 1))][: n % 3], **alike) for n in range(12)]
     lines = write_rows(tmp_path / "rows.jsonl", texts)
-    images = [[encoded(picture(n + 20), "JPEG")] for n in range(6)]
-    table = [
-        {**pair(f"what? {n}", None, **alike), "images": [{"bytes": data, "path": "x"} for data in images[n]]} for n in range(6)
-    ]
+    images = [encoded(picture(n + 20), "JPEG") for n in range(6)]
+    table = [{**pair(f"what? {n}", None, **alike), "images": [{"bytes": data, "path": "x"}]} for n, data in enumerate(images)]
     parquet = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist(table), parquet)
     for file, count in ((lines, 24), (parquet, 12)):
-        job, result, report = done(service, file)
+        job, result = done(service, file)
         assert job.summary["bad_rows"] == 0 and job.summary["sequences"] == count
         assert result["error"].null_count == len(result) == count // 2
-        score(str(place / "llava"), str(file), tmp_path / "here", dtype="float32")
+        summary = score(str(place / "llava"), str(file), tmp_path / "here", dtype="float32")
+        report = httpx.get(f"{service.url}/v1/jobs/{job.id}/report").text
         assert re.search(r'<img src="data:image/png;base64,[^"]+" alt="image 1 of row \d+">', report)
         assert re.search(r"⟨image, (16|32) tokens⟩", report)
-        again, _, _ = done(service, file)
-        assert again.id == job.id
-    reference = describe_reference(str(place / "llava"), "float32").reference_id
-    here = rows_of(tmp_path / "here", reference)
-    there = rows_of(place / "store", reference)
+        assert done(service, file)[0].id == job.id
+    here, there = (rows_of(store, summary.reference_id) for store in (tmp_path / "here", place / "store"))
     same_rows(here, {key: row for key, row in there.items() if key in here})
 
 
@@ -94,20 +81,16 @@ def test_images_below_a_root_are_read_and_no_others(service, place):
     good = ["0.png", "../inside.png", "../deep/1.png", str(data / "deep" / "2.png")]
     bad = {
         "../out.png": "not under a folder",
-        "../../secret.png": "not under a folder",
-        str(place / "secret.png"): "not under a folder",
         "/etc/passwd": "not under a folder",
         "../.hidden.png": "hidden file or folder",
         "none.png": "no such file",
         "../pipe.png": "the path is not a file",
-        "../deep": "not a file",
-        "a\0b": "no such file",
         "a/../" * 2000 + "0.png": "the path is too long",
         "http://127.0.0.1:1/a.png": "a URL",
     }
     rows = [pair("what is it?", [name]) for name in [*good, *bad]]
     write_rows(data / "deep" / "rows.jsonl", rows)
-    job, result, _ = done(service, ServicePath(str(data / "deep" / "rows.jsonl")))
+    job, result = done(service, ServicePath(str(data / "deep" / "rows.jsonl")))
     errors = result["error"].to_pylist()
     assert errors[: len(good)] == [None] * len(good)
     for (name, why), error in zip(bad.items(), errors[len(good) :], strict=True):
@@ -115,14 +98,14 @@ def test_images_below_a_root_are_read_and_no_others(service, place):
     assert job.summary["bad_rows"] == len(bad) == sum(entry["rows"] for entry in job.summary["bad_row_reasons"])
     assert len(set(result["chosen_key"].to_pylist()[:2])) == 1  # the same pixels, by another path
     (data / "deep" / "none.png").write_bytes(GOOD)
-    job, result, _ = done(service, ServicePath(str(data / "deep" / "rows.jsonl")))
+    job, _ = done(service, ServicePath(str(data / "deep" / "rows.jsonl")))
     assert job.summary["bad_rows"] == len(bad) - 1, "the same submission is a new job: its images may have changed"
     (data / "deep" / "none.png").unlink()
 
 
 def test_an_upload_that_names_files_reads_none(service, place, tmp_path):
     rows = [pair("?", [str(place / "data" / "deep" / "0.png")]), pair("?", ["0.png"]), pair("?", [uri(picture(1))])]
-    job, result, _ = done(service, write_rows(tmp_path / "rows.jsonl", rows))
+    job, result = done(service, write_rows(tmp_path / "rows.jsonl", rows))
     assert job.summary["bad_rows"] == 2 and result["error"].to_pylist()[2] is None
     assert all("must contain its images" in error for error in result["error"].to_pylist()[:2])
 
@@ -131,13 +114,13 @@ def test_images_replaced_after_a_job_are_other_values_in_the_next_one(service, p
     data = place / "data"
     (data / "changing.png").write_bytes(encoded(picture(50), "PNG"))
     file = write_rows(data / "changing.jsonl", [pair("what?", ["changing.png"])])
-    _, first, _ = done(service, ServicePath(str(file)))
+    _, first = done(service, ServicePath(str(file)))
     (data / "changing.png").write_bytes(encoded(picture(51), "PNG"))
-    job, second, _ = done(service, ServicePath(str(file)))
+    job, second = done(service, ServicePath(str(file)))
     assert job.summary["scored"] == 2 and first["chosen_key"] != second["chosen_key"] and second["error"] == first["error"]
     assert first["ref_chosen_logps"] != second["ref_chosen_logps"]
     (data / "changing.png").write_bytes(encoded(picture(50), "BMP"))
-    job, third, _ = done(service, ServicePath(str(file)))
+    job, third = done(service, ServicePath(str(file)))
     assert job.summary["hits"] == 2 and third["ref_chosen_logps"] == first["ref_chosen_logps"]
 
 
@@ -154,9 +137,8 @@ def test_an_image_that_changes_during_a_job_leaves_the_worker_alive(service, pla
         wait_until(lambda: client.job(job).progress.rows > 0 or client.job(job).state == "done")
         for number in range(20):
             (data / f"{number}.png").write_bytes(encoded(picture(300 + number), "PNG"))
-        done_ = client.watch(job)
-        assert done_.state == "done", done_
-        errors = set(result_of(client, job)["error"].to_pylist())
+        assert client.watch(job).state == "done"
+    errors = set(result_of(service, job)["error"].to_pylist())
     assert [worker.pid for worker in service.workers()] == workers
     assert all(error is None or "was changed" in error or "is missing from the store" in error for error in errors)
 
@@ -164,37 +146,19 @@ def test_an_image_that_changes_during_a_job_leaves_the_worker_alive(service, pla
 def test_hostile_images_are_bad_rows_and_the_worker_lives_on(service, tmp_path):
     workers = [worker.pid for worker in service.workers()]
     bomb = encoded(picture(1).convert("1").resize((13_400, 13_400)), "PNG")
-    rows = [pair("?", ["data:image/png;base64," + base64.b64encode(data).decode()]) for data in (bomb, GOOD[:50], b"", GOOD)]
-    rows += [pair("?", ["data:image/png;base64,%%%"]), pair("?", "no list"), pair("?", None), pair("?", [7])]
-    _, result, _ = done(service, write_rows(tmp_path / "rows.jsonl", rows))
+    images = ["data:image/png;base64," + base64.b64encode(data).decode() for data in (bomb, GOOD[:50], GOOD)]
+    _, result = done(service, write_rows(tmp_path / "rows.jsonl", [pair("?", [image]) for image in images]))
     errors = result["error"].to_pylist()
-    for error, why in zip(
-        errors, ("exceeds limit", "decoded", "decoded", None, "base64", "expected a list", None, "expected"), strict=True
-    ):
-        assert (error is None) if why is None else (why in error), (error, why)
+    assert "exceeds limit" in errors[0] and "decoded" in errors[1] and errors[2] is None
     assert [worker.pid for worker in service.workers()] == workers
 
 
 def test_kto_rows_with_images_and_a_model_of_text_refuse_them(service, serve, tmp_path):
-    kto = [
-        {"prompt": "a", "completion": "b", "label": True, "images": [uri(picture(1))]},
-        {"prompt": "a", "completion": "b", "label": True},
-    ]
-    with Client(service.url) as client:
-        job = client.watch(client.submit(write_rows(tmp_path / "kto.jsonl", kto), "ref").id)
-        assert result_of(client, job.id)["error"].to_pylist()[0].count("more than text")
+    text = {"prompt": "a", "completion": "b", "label": True}
+    kto = [text | {"images": [uri(picture(1))]}, text]
+    _, result = done(service, write_rows(tmp_path / "kto.jsonl", kto))
+    assert "more than text" in result["error"].to_pylist()[0]
     with serve() as of_text:
         rows = [pair("?", [uri(picture(1))]), pair("?", [])]
-        _, result, _ = done(of_text, write_rows(tmp_path / "rows.jsonl", rows))
+        _, result = done(of_text, write_rows(tmp_path / "rows.jsonl", rows))
         assert "more than text" in result["error"].to_pylist()[0] and result["error"].to_pylist()[1] is None
-
-
-@pytest.mark.slow
-def test_another_worker_scores_images(serve, place, tmp_path):
-    rows = write_rows(tmp_path / "rows.jsonl", [pair(f"which? {n}", [uri(picture(n % 40))]) for n in range(700)])
-    with serve(place / "llava", devices=["cpu", "cpu"], token_budget=256, commit_seconds=0.5, pinned="ref") as service:
-        job, _, _ = done(service, rows)
-        assert any("lent worker" in line for line in service.log) and job.summary["workers"] == 2
-    assert job.summary["bad_rows"] == 0 and job.summary["scored"] == 1400
-    summary = score(str(place / "llava"), str(rows), tmp_path / "here", dtype="float32")
-    same_rows(rows_of(tmp_path / "here", summary.reference_id), rows_of(tmp_path / "store", summary.reference_id))

@@ -39,7 +39,7 @@ class DeadlyTokenizer(PreTrainedTokenizerFast):
             case "exit":
                 os._exit(7)
             case "memory":
-                kept = [bytearray(64 << 20) for _ in range(1000)]
+                kept = [bytes(64 << 20) for _ in range(1000)]
         return super().apply_chat_template(conversation, **kwargs)
 """
 
@@ -82,17 +82,16 @@ def read(what: Reading, check=lambda: None) -> tuple[dict, dict]:
     return rows_of(read_rows(what, check, lambda: None))
 
 
-def readers() -> list[psutil.Process]:
-    """The processes that the fork server has forked for this process."""
-    servers = psutil.Process().children()
-    return [child for server in servers for child in server.children() if child.status() != psutil.STATUS_ZOMBIE]
-
-
 def is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def readers() -> list[psutil.Process]:
+    """The processes that the fork server has forked for this process."""
+    return [child for server in psutil.Process().children() for child in server.children() if is_alive(child)]
 
 
 def lines_of(*rows) -> bytes:
@@ -145,35 +144,16 @@ def _one_line(folder):
     return folder / "a.jsonl.gz"
 
 
-def _blank_lines(folder):
-    packed(folder / "a.jsonl.gz", lines_of(pair()), b"\n" * (64 * MIB), b"{}", times=2)
-    return folder / "a.jsonl.gz"
-
-
-def _array(folder):
-    packed(folder / "a.json.gz", b"[", b"[]," * (16 * MIB), times=24)
-    return folder / "a.json.gz"
-
-
 def _open_quotation_mark(folder):
     packed(folder / "a.csv.gz", b'prompt,chosen,rejected\n"', b"line\n" * (8 * MIB), times=40)
     return folder / "a.csv.gz"
 
 
-def _huge_values(folder):
-    table = pa.table({name: pa.array([b"\0" * (200 * MIB)] * 3) for name in ("prompt", "chosen", "rejected")})
-    pq.write_table(table, folder / "a.parquet", compression="zstd", use_dictionary=False, write_statistics=False)
-    return folder / "a.parquet"
-
-
 def _repeated_value(folder):
     """A dictionary repeats one value of 8 MiB in every row."""
     same = pa.DictionaryArray.from_arrays(pa.array([0] * 2000, pa.int8()), pa.array(["x" * (8 * MIB)]))
-    pq.write_table(
-        pa.table(dict.fromkeys(("prompt", "chosen", "rejected"), same)),
-        folder / "a.parquet",
-        dictionary_pagesize_limit=1 << 30,
-    )
+    table = pa.table(dict.fromkeys(("prompt", "chosen", "rejected"), same))
+    pq.write_table(table, folder / "a.parquet", dictionary_pagesize_limit=1 << 30)
     return folder / "a.parquet"
 
 
@@ -196,11 +176,6 @@ def _rows_of_nothing(folder):
     return folder / "a.arrow"
 
 
-def _boasting_footer(folder):
-    (folder / "a.parquet").write_bytes(b"PAR1" + b"\0" * 100 + b"\xff\xff\xff\x7fPAR1")
-    return folder / "a.parquet"
-
-
 def _deep_array(folder):
     (folder / "a.json").write_text("[" * 500_000)
     return folder / "a.json"
@@ -208,14 +183,11 @@ def _deep_array(folder):
 
 BOMBS = {
     _one_line: "memory",
-    _array: "memory",
     _open_quotation_mark: "",
-    _huge_values: "memory",
     _repeated_value: "memory",
     _compressed_batch: "memory",
     _lying_offsets: "cannot be read as arrow",
     _rows_of_nothing: "match no known format",
-    _boasting_footer: "cannot be read as parquet",
     _deep_array: "not JSON",
 }
 
@@ -233,7 +205,8 @@ def test_a_bomb_ends_its_job_alone(model, tmp_path, make):
 
 
 def test_blank_lines_and_numbers_without_end_are_bad_rows_or_none(model, tmp_path):
-    rows = read(reading(_blank_lines(tmp_path), model))
+    packed(tmp_path / "a.jsonl.gz", lines_of(pair()), b"\n" * (64 * MIB), b"{}", times=2)
+    rows = read(reading(tmp_path / "a.jsonl.gz", model))
     assert (set(rows[0]), set(rows[1])) == ({0}, {1})
     deep = b"[" * 500_000 + b"\n" + b'{"prompt": ' + b"9" * 1_000_000 + b"}\n"
     (tmp_path / "b.jsonl").write_bytes(lines_of(pair()) + deep + lines_of(pair()))
@@ -272,22 +245,14 @@ def test_damaged_files_are_read_or_refused_and_nothing_else(model, tmp_path, kin
 # Rows that end the process
 
 
-@pytest.mark.parametrize("order", ["loop", "power", "memory"])
-def test_a_row_that_does_not_end_is_a_bad_row(order, model, tmp_path):
-    rows = [pair() for _ in range(40)]
-    rows[5], rows[38] = pair(order), pair(order)
-    tokens, problems = read(reading(write_rows(tmp_path / "rows.jsonl", rows), model))
-    assert set(problems) == {5, 38} and len(tokens) == 38
-    says = "memory" if order == "memory" else "more than 1 s of processor time"
-    assert all(says in problem for problem in problems.values())
-
-
-def test_a_row_that_ends_its_process_is_a_bad_row(deadly, tmp_path):
+def test_a_row_that_does_not_end_or_ends_its_process_is_a_bad_row(deadly, tmp_path):
     rows = [pair() for _ in range(1500)]
-    reasons = {7: ("crash", "SIGSEGV"), 8: ("exit", "status 7"), 1100: ("memory", "memory"), 1400: ("crash", "SIGSEGV")}
+    time_ = "more than 1 s of processor time"
+    reasons = {7: ("crash", "SIGSEGV"), 8: ("exit", "status 7"), 20: ("loop", time_), 21: ("power", time_)}
+    reasons |= {1100: ("memory", "memory"), 1400: ("crash", "SIGSEGV"), 1498: ("loop", time_)}
     for at, (order, _) in reasons.items():
         rows[at] = pair(order)
-    tokens, problems = read(reading(write_rows(tmp_path / "rows.jsonl", rows), deadly, row_seconds=20.0))
+    tokens, problems = read(reading(write_rows(tmp_path / "rows.jsonl", rows), deadly))
     assert set(problems) == set(reasons) and set(tokens) == set(range(1500)) - set(reasons)
     for at, (_, reason) in reasons.items():
         assert reason in problems[at]
@@ -340,45 +305,39 @@ def test_token_ids_are_kept_unless_a_row_reached_a_limit(model, tmp_path):
 # Names that lead elsewhere
 
 
-def _saved(folder, names, split=None):
-    at = folder / split if split else folder
-    at.mkdir(parents=True)
-    (at / "dataset_info.json").write_text("{}")
-    (at / "state.json").write_text(json.dumps({"_data_files": names}))
-    write_ipc(folder.parent / "secret.arrow", pa.table({"a": ["secret"]}), stream=True)
-
-
 @pytest.mark.parametrize(
     "names",
     [
-        *([{"filename": name}] for name in ("../secret.arrow", "{place}/secret.arrow", "..", ".hidden.arrow", "", "a\0.arrow")),
-        *([{"filename": name}] for name in ("..\\secret.arrow", 7, None, ["a"])),
-        *([{}], ["../secret.arrow"], [None], {"filename": "x"}, "secret.arrow", 7),
+        *([{"filename": name}] for name in ("../secret.arrow", "{place}/secret.arrow", ".hidden.arrow", "", "a\0.arrow", 7)),
+        *([{}], ["../secret.arrow"], [None], {"filename": "x"}, 7),
     ],
 )
 def test_a_saved_dataset_names_no_file_outside_its_folder(tmp_path, names):
-    names = json.loads(json.dumps(names).replace("{place}", str(tmp_path)))
-    _saved(tmp_path / "saved", names)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / "dataset_info.json").write_text("{}")
+    (saved / "state.json").write_text(json.dumps({"_data_files": names}).replace("{place}", str(tmp_path)))
+    for folder in (saved, tmp_path):
+        write_ipc(folder / "secret.arrow", pa.table({"a": ["secret"]}), stream=True)
     with pytest.raises(DatasetError):
-        list(RowSource(str(tmp_path / "saved"), confined=True))
+        list(RowSource(str(saved), confined=True))
 
 
-@pytest.mark.parametrize("split", ["..", "../saved", "/", "", "train/../.."])
+@pytest.mark.parametrize("split", ["..", "/", "", "train/../.."])
 def test_a_split_is_a_plain_name(tmp_path, split):
-    _saved(tmp_path / "saved", [{"filename": "secret.arrow"}], "train")
-    (tmp_path / "saved" / "dataset_dict.json").write_text(json.dumps({"splits": ["train", split]}))
-    with pytest.raises(DatasetError):
-        RowSource(str(tmp_path / "saved"), split, confined=True)
+    (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["train", split]}))
+    with pytest.raises(DatasetError, match="invalid file or split name"):
+        RowSource(str(tmp_path), split, confined=True)
 
 
-@pytest.mark.parametrize("content", ["", "7", "[]", "[" * 100_000, '{"splits": "train"}', '{"splits": [["train"]]}'])
+@pytest.mark.parametrize("content", ["", "7", "[" * 100_000, '{"splits": "train"}', '{"splits": [["train"]]}'])
 def test_a_description_that_is_none_is_refused(tmp_path, content):
     (tmp_path / "dataset_dict.json").write_text(content)
     with pytest.raises(DatasetError):
         RowSource(str(tmp_path), confined=True)
 
 
-@pytest.mark.parametrize("name", ["someone/some-dataset", "imdb", "~nobody/x.jsonl", "https://example.org/a.jsonl", "json"])
+@pytest.mark.parametrize("name", ["someone/some-dataset", "imdb", "https://example.org/a.jsonl"])
 def test_only_local_files_are_read(name):
     with pytest.raises(DatasetError, match="no such file"):
         RowSource(name, confined=True)
