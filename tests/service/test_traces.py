@@ -1,7 +1,5 @@
 """Traces of jobs: a real client, a real service with its worker, and a real collector, which gets the spans."""
 
-import time
-
 import httpx
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
@@ -29,7 +27,7 @@ def service(reference_folder, tmp_path_factory, taken, warm_python):
     models = {"ref": float32(reference_folder)}
     models["lost"] = {**float32(folder / "lost"), "trust_remote_code": True}
     deadly_model(reference_folder, folder / "lost", raises=f"the forward failed: https://host/x?t={'hush' * 200} again")
-    file = settings_file(folder, folder / "store", models, dataset_roots=[str(folder)], token_budget=4096)
+    file = settings_file(folder, folder / "store", models, token_budget=4096)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", taken.url)
         with running("--config", file, warm=warm_python) as service:
@@ -72,44 +70,36 @@ def test_a_job_is_a_tree_of_spans_below_the_clients_span(service, taken, referen
     assert ids.items() <= root.attributes.items() and all(span.trace == root.trace for span in stages)
     assert not any(span.is_error for span in stages)
     assert all(root.start <= span.start <= span.end <= root.end for span in stages)
-    by_name = {name: [span for span in stages if span.name == name] for name in {span.name for span in stages}}
-    assert set(by_name) == {"read and tokenize", "look up", "load model", "score and commit", "write result"}
-    assert [span.attributes["reflogp.rows"] for span in by_name["read and tokenize"]] == [1024, 1024, 552]
-    assert sum(span.attributes["reflogp.tokens"] for span in by_name["read and tokenize"]) == ROWS * 60  # the prompt once
-    assert sum(span.attributes["reflogp.sequences"] for span in by_name["look up"]) == 2 * ROWS
-    scored = by_name["score and commit"]
-    assert sum(span.attributes["reflogp.sequences"] for span in scored) == 2 * ROWS
+    assert {span.name for span in stages} == {"read and tokenize", "look up", "load model", "score and commit", "write result"}
+    scored = [span for span in stages if span.name == "score and commit"]
     assert sum(span.attributes["reflogp.tokens"] for span in scored) == tokens
     assert max(span.attributes["reflogp.snapshot"] for span in scored) == job.summary["snapshot"]
-    assert {span.attributes["reflogp.worker"] for span in [*scored, *by_name["load model"]]} == {"worker 0"}
+    assert {span.attributes["reflogp.worker"] for span in scored} == {"worker 0"}
 
 
-@pytest.mark.parametrize("sent", ["00-" + "0" * 32 + "-" + "1" * 16 + "-01", "nonsense", "00-zz", "x" * 10_000])
+@pytest.mark.parametrize("sent", ["00-" + "0" * 32 + "-" + "1" * 16 + "-01", "nonsense", "x" * 10_000])
 def test_a_bad_traceparent_is_left_out(service, taken, sent):
-    file = write_rows(service.folder / f"bad-{len(sent)}.jsonl", token_rows(2, len(sent)))
-    body = {"dataset": {"path": str(file)}, "reference": "ref", "format": "tokens"}
-    answer = httpx.post(f"{service.url}/v1/jobs", json=body, headers={"traceparent": sent, "x-request-id": f"bad-{len(sent)}"})
-    job = answer.raise_for_status().json()["id"]
-    root = root_of(taken, job)
+    content = write_rows(service.folder / "bad.jsonl", token_rows(2, len(sent))).read_bytes()
+    headers = {"content-type": "application/jsonl", "traceparent": sent, "x-request-id": f"bad-{len(sent)}"}
+    answer = httpx.post(f"{service.url}/v1/jobs?reference=ref", content=content, headers=headers)
+    root = root_of(taken, answer.raise_for_status().json()["id"])
     assert (root.parent, root.attributes["reflogp.request_id"]) == ("", f"bad-{len(sent)}")
 
 
-def test_a_failed_job_has_the_error_as_its_status(service, taken):
+def test_a_failed_job_has_the_error_as_its_status(service, client, taken):
     file = write_rows(service.folder / "other.jsonl", [{"question": "a?", "answer": "b"}])
-    with Client(service.url) as client:
-        job = client.watch(client.submit(file, "ref").id)
+    job = client.watch(client.submit(file, "ref").id)
     assert job.state == "failed", job
     root = root_of(taken, job.id)
     assert root.is_error and root.message in job.error and "columns" in root.message, (root, job)
     assert root.attributes["error.type"] == "DatasetError"
 
 
-def test_a_worker_that_dies_of_an_error_is_in_its_jobs_trace(service, taken):
+def test_a_worker_that_dies_of_an_error_is_in_its_jobs_trace(service, client, taken):
     """Secrets in messages are hidden."""
     rows = token_rows(4, 5)
     rows[2]["chosen_ids"][4:8] = POISON
-    with Client(service.url) as client:
-        job = client.watch(client.submit(write_rows(service.folder / "lost.jsonl", rows), "lost").id)
+    job = client.watch(client.submit(write_rows(service.folder / "lost.jsonl", rows), "lost").id)
     assert (job.state, job.summary["failed"]) == ("done", 1), job
     failed = [span for span in taken.children(root_of(taken, job.id)) if "reflogp.error" in span.attributes]
     assert failed, "".join(service.log)
@@ -120,13 +110,12 @@ def test_a_worker_that_dies_of_an_error_is_in_its_jobs_trace(service, taken):
     assert not any("hush" in line for line in service.log)
 
 
-def test_a_cancelled_job_is_stopped_and_no_error(service, taken):
+def test_a_cancelled_job_is_stopped_and_no_error(service, client, taken):
     file = write_rows(service.folder / "long.jsonl", token_rows(20_000, 6))
-    with Client(service.url) as client:
-        job = client.submit(file, "ref")
-        wait_until(lambda: client.job(job.id).progress.scored > 0)
-        client.cancel(job.id)
-        assert client.watch(job.id).state == "cancelled"
+    job = client.submit(file, "ref")
+    wait_until(lambda: client.job(job.id).progress.scored > 0)
+    client.cancel(job.id)
+    assert client.watch(job.id).state == "cancelled"
     root = root_of(taken, job.id)
     assert not root.is_error and root.attributes["reflogp.stopped"] == "cancelled"
 
@@ -153,19 +142,3 @@ def test_a_job_that_a_restart_interrupts_sends_its_spans_and_goes_on_in_the_same
     assert len(attempts) == 2
     for span in attempts:
         assert (span.trace, span.parent, span.attributes["reflogp.request_id"]) == ("a" * 32, "b" * 16, "mine")
-
-
-def test_without_a_collector_a_job_is_as_fast(serve, tmp_path, monkeypatch):
-    """Nothing listens at the endpoint; the worker's log names the reason, and the worker ends in time."""
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
-    with serve(pinned="ref") as service, Client(service.url) as client:
-        service.worker_ready()
-        began = time.monotonic()
-        job = client.watch(client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(50, 8)), "ref").id)
-        took = time.monotonic() - began
-        assert job.state == "done" and took < 15, took
-        time.sleep(12)  # the first request to the collector is given up after 10 s
-        began = time.monotonic()
-        service.stop()
-        assert time.monotonic() - began < 15
-    assert any("Connection refused" in line and "spans" in line for line in service.log), "".join(service.log)
