@@ -1,6 +1,5 @@
 """Jobs over HTTP, as they run: a service's process, a worker's process, a store on disk."""
 
-import json
 import re
 import shutil
 import signal
@@ -10,13 +9,13 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from reflogp.client import Client, NotAllowedError, RequestRefusedError, ServicePath
+from reflogp.client import Client, RequestRefusedError, ServicePath
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset
 from reflogp.store import Store, UsageError, sequence_keys
@@ -47,9 +46,8 @@ def test_two_references_with_the_same_weights_have_their_own_templates(tmp_path,
             job = client.watch(client.submit(file, name).id)
             result = pq.read_table(client.result(job.id, tmp_path / f"{name}.parquet"))
             [window] = tokenize_dataset(RowSource(str(file)), load_tokenizer(str(folder)))
-            assert result["chosen_key"] == pa.chunked_array(
-                [sequence_keys(window.table["prompt_ids"], window.table["chosen_ids"]).cast(result["chosen_key"].type)]
-            )
+            expected = sequence_keys(window.table["prompt_ids"], window.table["chosen_ids"])
+            assert result["chosen_key"].to_pylist() == expected.to_pylist()
 
 
 @pytest.mark.slow
@@ -69,18 +67,16 @@ def test_a_job_scores_a_dataset_and_gives_it_back_in_order(client, tmp_path, ref
     assert "empty" in result["error"][7].as_py() and "vocabulary" in result["error"][8].as_py()
     model = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32).eval()
     for at in (0, 3, 20, 29):
+        row, found = rows[at], result.slice(at, 1).to_pylist()[0]
         for side in ("chosen", "rejected"):
-            expected = sum(plain_token_logps(model, rows[at]["prompt_ids"], rows[at][f"{side}_ids"]))
-            assert result[f"ref_{side}_logps"][at].as_py() == pytest.approx(expected, abs=2e-3)
-            assert result[f"ref_{side}_tokens"][at].as_py() == len(rows[at][f"{side}_ids"])
-            key = sequence_keys([rows[at]["prompt_ids"]], [rows[at][f"{side}_ids"]])[0].as_py()
-            assert result[f"{side}_key"][at].as_py() == key
+            expected = sum(plain_token_logps(model, row["prompt_ids"], row[f"{side}_ids"]))
+            assert found[f"ref_{side}_logps"] == pytest.approx(expected, abs=2e-3)
+            assert found[f"ref_{side}_tokens"] == len(row[f"{side}_ids"])
+            assert found[f"{side}_key"] == sequence_keys([row["prompt_ids"]], [row[f"{side}_ids"]])[0].as_py()
     assert [(entry["rows"], entry["examples"]) for entry in job.summary["bad_row_reasons"]] == [(1, [7]), (1, [8])]
     report = client.report(job.id)
     assert "30 rows, 28 pairs with values" in report and "Exact duplicates of an earlier pair</dt><dd>1</dd>" in report
-    margins = [
-        result["ref_chosen_logps"][at].as_py() - result["ref_rejected_logps"][at].as_py() for at in {*range(30)} - {7, 8}
-    ]
+    margins = pc.subtract(result["ref_chosen_logps"], result["ref_rejected_logps"]).drop_null()
     assert f"<dd>{np.median(margins):+.2f}</dd>".replace("-", "−") in report
 
 
@@ -111,32 +107,6 @@ def test_the_same_job_twice_is_one_job(client, service, tmp_path):
     with pytest.raises(RequestRefusedError, match="Idempotency-Key was already used for a different job"):
         client.submit(file, "ref", max_length=9, idempotency_key="monday")
     assert client.watch(keyed.id).summary["scored"] + client.watch(first.id).summary["scored"] == 8
-
-
-def test_a_dataset_can_be_the_body_or_lie_under_a_root(client, service, tmp_path, place):
-    rows = token_rows(5, seed=3)
-    body = "".join(json.dumps(row) + "\n" for row in rows)
-    headers = {"content-type": "application/x-ndjson"}
-    answer = httpx.post(f"{service.url}/v1/jobs", params={"reference": "ref"}, content=body, headers=headers)
-    assert answer.status_code == 201
-    streamed = client.watch(answer.json()["id"])
-    assert (streamed.state, streamed.summary["scored"]) == ("done", 10)
-    under = client.watch(
-        client.submit(ServicePath(str(write_rows(place / "data" / "rows.jsonl", rows))), "ref", max_length=30).id
-    )
-    assert (under.state, under.summary["hits"]) == ("done", 10)
-    with pytest.raises(NotAllowedError):
-        client.submit(ServicePath(str(write_rows(tmp_path / "rows.jsonl", rows))), "ref")
-
-
-def test_a_dataset_without_a_readable_row_fails_the_job_with_the_reason(client, tmp_path):
-    file = tmp_path / "bad.jsonl"
-    file.write_text("no json\n")
-    job = client.watch(client.submit(file, "ref").id)
-    assert job.state == "failed" and "no readable row" in job.error
-    again = client.retry(job.id)
-    assert again.id == job.id
-    assert client.watch(job.id).attempts == 2
 
 
 SLOW = {"token_budget": 128, "commit_seconds": 0.1}
