@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 _STORE = ("tests/store/test_hub.py",)
-_ALL = (*_STORE, "tests/service/test_hub_datasets.py", "tests/service/test_fetch.py", "tests/service/test_jobs.py")
+_ALL = (*_STORE, "tests/service/test_fetch.py", "tests/service/test_jobs.py")
 _TESTING = ("pytest", "pytest-timeout", "fastapi", "uvicorn", "pyyaml")
 
 

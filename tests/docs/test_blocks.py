@@ -35,7 +35,7 @@ NOT_RUN: dict[tuple[str | None, str], str] = {
         "sky ",
     ): "needs a cloud; tests/examples/test_skypilot.py runs what it can",
     ("docs/clusters.md", "ssh "): "needs the machine of `sky launch`",
-    ("docs/service.md", "reflogp submit http://127.0.0.1:8311 team/prefs"): "the Hub; tests/service/test_hub_datasets.py does",
+    ("docs/service.md", "reflogp submit http://127.0.0.1:8311 team/prefs"): "the Hub; tests/service/test_fetch.py does",
     ("docs/engines.md", "python -m venv"): "makes vLLM's environment; make setup-vllm does",
     ("docs/engines.md", "/opt/vllm/bin/pip"): "makes vLLM's environment; make setup-vllm does",
     ("docs/engines.md", "export REFLOGP_VLLM_PYTHON"): "names vLLM's environment",
