@@ -1,6 +1,6 @@
 """/v1/completions beside what `vllm serve` answers: values of plain forwards in its format, for its own clients."""
 
-from contextlib import suppress
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from reflogp.scoring import EngineChoice, join, score
-from reflogp.store import ReflogpError, Store, sequence_keys
+from reflogp.store import Store, sequence_keys
 from tests.service.serving import float32, running, settings_file, wait_until
 from tests.versions import skip_before
 
@@ -82,22 +82,6 @@ def test_prompt_logprobs(service, plain, k):
             assert choice["logprobs"] is None and choice["text"] == ""
 
 
-def test_a_repeated_prompt_is_a_hit_and_its_values_are_in_the_store(service, plain, place):
-    ids = [40, 41, 42, 43]
-    ask(service, prompt=ids, prompt_logprobs=K, max_tokens=0)
-    store = Store(place / "store")
-    key = sequence_keys([ids[:1]], [ids[1:]])
-
-    def stored():
-        with suppress(ReflogpError):  # until something is stored
-            reference = next(one for one in store.references() if one.dtype == "float32")
-            return store.top_table(reference, K).snapshot().find(key).top(K)[0]
-
-    wait_until(lambda: stored() is not None)
-    assert stored()[0].tolist() == torch.topk(plain(ids), K).indices.tolist()
-    assert hits_of(service, ids, K) == 1
-
-
 def test_echo_with_logprobs_as_lm_eval_reads_it(service, plain):
     """As parse_logprobs in lm_eval/models/openai_completions.py: sums of slices, and whether all tokens are the likeliest."""
     greedy = [5, 9]
@@ -117,33 +101,29 @@ def test_echo_with_logprobs_as_lm_eval_reads_it(service, plain):
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "status", "says"),
     [
-        ({"prompt": [1, 2], "prompt_logprobs": 1, "max_tokens": 5}, "max_tokens 5: this service scores prompts"),
-        ({"prompt": [1, 2], "prompt_logprobs": 1, "temperature": 0.7}, "temperature 0.7: values are computed at temperature 1"),
-        ({"prompt": [1, 2]}, "asks for no log-probs"),
-        ({"prompt": [1, 2], "logprobs": 1}, "asks for no log-probs"),
-        ({"prompt": "text", "prompt_logprobs": 1}, "lists of token ids are needed"),
-        ({"prompt": [1, 2], "prompt_logprobs": 1, "stream": True}, "stream: Input should be False"),
-        ({"prompt": [1, 2], "prompt_logprobs": 1, "n": 2}, "n: Input should be 1"),
-        ({"prompt": [1, 2], "prompt_logprobs": 1, "truncate_prompt_tokens": 1}, "truncate_prompt_tokens: Input should be null"),
-        ({"prompt": [[1, 2], [1, 10**6]], "prompt_logprobs": 1}, "prompt 1 cannot be scored"),
-        ({"prompt": [], "prompt_logprobs": 1}, "none of them empty"),
-        ({"prompt": [[1, 2], []], "prompt_logprobs": 1}, "none of them empty"),
-        ({"prompt": [1, 2], "prompt_logprobs": K + 1}, f"is served with top_k = {K}"),
-        ({"prompt": [1, 10**6], "prompt_logprobs": 1}, "outside the model's vocabulary"),
-        ({"prompt": [1, 2], "prompt_logprobs": 1, "model": "plain"}, "is served with top_k = 0"),
+        ({"max_tokens": 5}, 422, "max_tokens 5: this service scores prompts"),
+        ({"temperature": 0.7}, 422, "temperature 0.7: values are computed at temperature 1"),
+        ({"prompt_logprobs": None, "logprobs": 1}, 422, "asks for no log-probs"),
+        ({"prompt": "text"}, 422, "lists of token ids are needed"),
+        ({"stream": True}, 422, "stream: Input should be False"),
+        ({"n": 2}, 422, "n: Input should be 1"),
+        ({"truncate_prompt_tokens": 1}, 422, "truncate_prompt_tokens: Input should be null"),
+        ({"prompt": [[1, 2], [1, 10**6]]}, 422, "prompt 1 cannot be scored"),
+        ({"prompt": []}, 422, "none of them empty"),
+        ({"prompt": [[1, 2], []]}, 422, "none of them empty"),
+        ({"prompt_logprobs": K + 1}, 422, f"is served with top_k = {K}"),
+        ({"prompt": [1, 10**6]}, 422, "outside the model's vocabulary"),
+        ({"prompt": [[7] * 1000] * 700, "prompt_logprobs": K}, 413, ""),
+        ({"model": "plain"}, 422, "is served with top_k = 0"),
+        ({"model": "other"}, 404, "other"),
+        ({"model": None}, 404, "name one of ref, plain"),
     ],
 )
-def test_what_it_does_not_do_is_said(service, body, says):
-    answer = ask(service, **body)
-    assert answer.status_code == 422 and says in answer.json()["detail"] and answer.json()["next_step"]
-
-
-def test_an_unknown_model_is_404(service):
-    assert ask(service, model="other", prompt=[1, 2], prompt_logprobs=1).status_code == 404
-    answer = ask(service, model=None, prompt=[1, 2], prompt_logprobs=1)
-    assert answer.status_code == 404 and "name one of ref, plain" in answer.json()["detail"]
+def test_what_it_does_not_do_is_said(service, body, status, says):
+    answer = ask(service, **{"prompt": [1, 2], "prompt_logprobs": 1, **body})
+    assert answer.status_code == status and says in answer.json()["detail"] and answer.json()["next_step"]
 
 
 def test_models_and_health(service):
@@ -153,19 +133,17 @@ def test_models_and_health(service):
     assert listed["data"][0]["max_model_len"] > 0
 
 
-def test_stored_and_new_prompts_in_one_request(service, plain):
+def test_stored_and_new_prompts_in_one_request(service, plain, place):
     """And fewer tokens than are stored."""
     known, new = [50, 51, 52], [53, 54, 55, 56]
-    ask(service, prompt=known, prompt_logprobs=K)
+    ask(service, prompt=known, prompt_logprobs=K, max_tokens=0)
     wait_until(lambda: hits_of(service, known, K) == 1)
+    [reference] = Store(place / "store").references()
+    stored = Store(place / "store").top_table(reference, K).snapshot().find(sequence_keys([known[:1]], [known[1:]])).top(K)[0]
+    assert stored[0].tolist() == torch.topk(plain(known), K).indices.tolist()
     answer = ask(service, prompt=[new, known], prompt_logprobs=2).json()
     for choice, ids in zip(answer["choices"], (new, known), strict=True):
         require_right(choice["prompt_logprobs"], ids, plain, 2, 2**-10)
-
-
-def test_too_many_log_probs_are_refused(service):
-    answer = ask(service, prompt=[[7] * 1000] * 700, prompt_logprobs=K)
-    assert answer.status_code == 413
 
 
 def test_axolotls_payload_is_answered(service, plain):
@@ -174,23 +152,6 @@ def test_axolotls_payload_is_answered(service, plain):
     answer = httpx.post(f"{service.url}/v1/completions", json={**body, "sampling_params": {"max_tokens": 0}}, timeout=60)
     for choice, ids in zip(answer.json()["choices"], PROMPTS, strict=False):
         require_right(choice["prompt_logprobs"], ids, plain, K, 2**-10)
-
-
-def test_trls_teacher_client(service, plain, monkeypatch):
-    """TRL's own client, which asks for an installation of vLLM although this use of it needs none."""
-    skip_before("trl", "1.11", "has a server of its own, which is not vLLM's")
-    from trl.generation import vllm_client
-
-    monkeypatch.setattr(vllm_client, "is_vllm_available", lambda *given, **named: True)
-    client = vllm_client.VLLMClient(base_url=service.url, connection_timeout=10)
-    found = client.get_sequence_logprobs(PROMPTS[:2], [2, 3], top_logprobs=K)
-    for ids, begin, logps, tops, own in zip(
-        PROMPTS, (2, 3), *(found[name] for name in ("logprobs", "logprob_token_ids", "actual_logprobs")), strict=False
-    ):
-        right = plain(ids)[begin - 1 :]
-        assert tops == torch.topk(right, K).indices.tolist()
-        assert np.allclose(logps, torch.topk(right, K).values, rtol=2**-10, atol=1e-4)
-        assert np.allclose(own, right.gather(1, torch.tensor(ids[begin:])[:, None]), atol=1e-4)
 
 
 def test_the_remote_engine_scores_with_such_a_service(service, plain, reference_folder, tmp_path):
@@ -205,20 +166,19 @@ def test_the_remote_engine_scores_with_such_a_service(service, plain, reference_
         assert np.allclose(row["ref_top_logps"], torch.topk(right, K).values, rtol=2**-10, atol=1e-4)
 
 
-class LiveTeacher:
-    """What TRL's VLLMClient returns, by plain forwards in the trainer's process."""
+def live_teacher(plain):
+    """What TRL's VLLMClient.get_sequence_logprobs returns, by plain forwards in the trainer's process."""
 
-    def __init__(self, plain) -> None:
-        self.plain = plain
-
-    def get_sequence_logprobs(self, sequences, prompt_lengths, top_logprobs, temperature):
+    def get_sequence_logprobs(sequences, prompt_lengths, top_logprobs, temperature):
         found = {name: [] for name in ("logprobs", "logprob_token_ids", "actual_logprobs", "actual_token_ids")}
         for ids, prompt in zip(sequences, prompt_lengths, strict=True):
-            right = self.plain(ids)[prompt - 1 :]
+            right = plain(ids)[prompt - 1 :]
             best, own = torch.topk(right, top_logprobs), torch.tensor(ids[prompt:])[:, None]
             for name, values in zip(found, (best.values, best.indices, right.gather(1, own), own), strict=True):
                 found[name].append(values.tolist())
         return found
+
+    return SimpleNamespace(get_sequence_logprobs=get_sequence_logprobs)
 
 
 @pytest.mark.slow
@@ -227,6 +187,7 @@ def test_trls_trainer_with_a_teacher_server(
     dtype, service, plain, reference_folder, tokenizer, pair_rows, tmp_path, monkeypatch
 ):
     """ServerDistillationTrainer unchanged: its losses are those with a live teacher."""
+    skip_before("trl", "1.11", "has a server of its own, which is not vLLM's")
     from datasets import Dataset
     from trl.experimental.server_distillation import ServerDistillationConfig, ServerDistillationTrainer
     from trl.generation import vllm_client
@@ -256,7 +217,7 @@ def test_trls_trainer_with_a_teacher_server(
         prompts = Dataset.from_list([{"prompt": row["prompt"]} for row in pair_rows[:4]])
         trainer = ServerDistillationTrainer(model=student, args=args, train_dataset=prompts, processing_class=tokenizer)
         if live:
-            trainer.teacher_client = LiveTeacher(plain)
+            trainer.teacher_client = live_teacher(plain)
         trainer.train()
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
