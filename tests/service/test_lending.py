@@ -15,15 +15,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from reflogp.client import Client, ServicePath
-from reflogp.scoring.data.read import RowSource
-from reflogp.scoring.data.tokenize import TokenizedDataset, load_tokenizer
-from reflogp.scoring.engines import EngineChoice
+from reflogp.scoring import EngineChoice, score
 from reflogp.scoring.errors import EngineError
-from reflogp.scoring.runs.pipeline import EngineScheduler, Miss
+from reflogp.scoring.runs.pipeline import Miss
 from reflogp.scoring.runs.scheduler import Scheduler
-from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.torch_engine import Sequence
-from reflogp.store import Store, describe_reference
 from tests.conftest import write_rows
 from tests.scoring.deadly import POISON, deadly_model
 from tests.scoring.stored_rows import rows_of, same_rows
@@ -44,61 +40,55 @@ def lent(service):
 
 
 def values_are_those_of_one_engine(file, folder, tmp_path):
-    reference = describe_reference(str(folder), "float32")
-    choice = EngineChoice("torch", "cpu", 256, trust_remote_code=True)
-    dataset = TokenizedDataset(RowSource(str(file)), lambda: load_tokenizer(str(folder)))
-    table = Store(tmp_path / "here").values_table(reference)
-    score_dataset(dataset, table, EngineScheduler(lambda: choice.make(str(folder), reference)))
-    same_rows(rows_of(tmp_path / "here", reference.reference_id), rows_of(tmp_path / "store", reference.reference_id))
+    engine = EngineChoice("torch", "cpu", 256)
+    summary = score(str(folder), str(file), tmp_path / "here", dtype="float32", engine=engine)
+    same_rows(rows_of(tmp_path / "here", summary.reference_id), rows_of(tmp_path / "store", summary.reference_id))
 
 
 @pytest.mark.slow
-def test_an_idle_worker_helps_with_a_job_and_its_values_are_the_same(service, tmp_path, reference_folder):
+def test_an_idle_worker_helps_with_a_job_and_its_values_are_the_same(service, client, tmp_path, reference_folder):
     file = write_rows(tmp_path / "rows.jsonl", token_rows(1800, seed=1))
-    with Client(service.url) as client:
-        job = client.watch(client.submit(file, "ref").id)
+    job = client.watch(client.submit(file, "ref").id)
     assert (job.state, job.summary["scored"], job.summary["workers"]) == ("done", 3600, 2), "".join(service.log)
     assert lent(service)
     values_are_those_of_one_engine(file, reference_folder, tmp_path)
 
 
 @pytest.mark.slow
-def test_workers_that_are_killed_in_a_shared_job_lose_nothing(service, tmp_path, reference_folder):
+def test_workers_that_are_killed_in_a_shared_job_lose_nothing(service, client, tmp_path, reference_folder):
     """Helpers and the job's own worker, at random moments."""
     file = write_rows(tmp_path / "rows.jsonl", token_rows(1800, seed=3))
     moments = random.Random(4)
     killed: list[int] = []
-    with Client(service.url) as client:
-        job = client.submit(file, "ref")
+    job = client.submit(file, "ref")
 
-        def ended():
-            return client.job(job.id).state not in ("queued", "running")
+    def ended():
+        return client.job(job.id).state not in ("queued", "running")
 
-        while not ended() and len(killed) < 3:
-            wait_until(lambda: len(lent(service)) > len(killed) or ended())
-            time.sleep(moments.random())
-            if alive := service.workers():
-                killed.append(moments.choice(alive).pid)
-                os.kill(killed[-1], signal.SIGKILL)
-        job = client.watch(job.id)
+    while not ended() and len(killed) < 3:
+        wait_until(lambda: len(lent(service)) > len(killed) or ended())
+        time.sleep(moments.random())
+        if alive := service.workers():
+            killed.append(moments.choice(alive).pid)
+            os.kill(killed[-1], signal.SIGKILL)
+    job = client.watch(job.id)
     assert job.state == "done" and job.summary["bad_rows"] == 0, "".join(service.log)
     assert len(killed) > 1
     values_are_those_of_one_engine(file, reference_folder, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_job_in_line_takes_a_helper_away(service, tmp_path, reference_folder):
+def test_a_job_in_line_takes_a_helper_away(service, client, tmp_path, reference_folder):
     rows = token_rows(3600, seed=5)
     first, second = write_rows(tmp_path / "a.jsonl", rows[:3200]), write_rows(tmp_path / "b.jsonl", rows[3200:])
     few = [token_rows(4, seed=seed) for seed in (8, 9)]
-    with Client(service.url) as client:
-        few_jobs = [client.submit(write_rows(tmp_path / f"{n}.jsonl", part), "ref").id for n, part in enumerate(few)]
-        assert [client.watch(job).state for job in few_jobs] == ["done"] * 2  # the first job of a worker starts later
-        one = client.submit(first, "ref")
-        wait_until(lambda: lent(service))
-        two = client.watch(client.submit(second, "ref").id)
-        state = client.job(one.id).state
-        one = client.watch(one.id)
+    few_jobs = [client.submit(write_rows(tmp_path / f"{n}.jsonl", part), "ref").id for n, part in enumerate(few)]
+    assert [client.watch(job).state for job in few_jobs] == ["done"] * 2  # the first job of a worker starts later
+    one = client.submit(first, "ref")
+    wait_until(lambda: lent(service))
+    two = client.watch(client.submit(second, "ref").id)
+    state = client.job(one.id).state
+    one = client.watch(one.id)
     assert (one.state, two.state, state) == ("done", "done", "running"), "".join(service.log)
     everything = [*rows, *few[0], *few[1]]
     values_are_those_of_one_engine(write_rows(tmp_path / "all.jsonl", everything), reference_folder, tmp_path)
@@ -129,32 +119,19 @@ def test_a_row_that_ends_workers_costs_that_row_only(serve, tmp_path, reference_
 
 
 @pytest.mark.slow
-def test_a_device_that_is_lost_at_every_row_ends_the_job(serve, tmp_path, reference_folder):
-    model = deadly_model(reference_folder, tmp_path / "lost", raises="CUDA error: unspecified launch failure")
-    rows = token_rows(3, seed=10)
-    for row in rows:
-        row["chosen_ids"][4:8] = row["rejected_ids"][4:8] = POISON
-    with serve(model, **SMALL | {"devices": ["cpu"]}) as service, Client(service.url) as client:
-        job = client.watch(client.submit(write_rows(tmp_path / "rows.jsonl", rows), "ref").id)
-    assert job.state == "failed" and "3 sequences in a row killed two workers each" in job.error, "".join(service.log)
-    assert "unspecified launch failure" in job.error
-
-
-@pytest.mark.slow
-def test_a_runner_that_is_killed_loses_nothing_and_takes_no_worker_along(service, tmp_path, reference_folder):
+def test_a_runner_that_is_killed_loses_nothing_and_takes_no_worker_along(service, client, tmp_path, reference_folder):
     file = write_rows(tmp_path / "rows.jsonl", token_rows(1800, seed=11))
     moments = random.Random(5)
     wait_until(lambda: len(service.workers()) == 2)
     workers = service.workers()
-    with Client(service.url) as client:
-        job = client.submit(file, "ref")
-        for count in (1, 2):
-            wait_until(lambda: len(service.started_runners()) == count)  # noqa: B023
-            committed = client.job(job.id).progress
-            wait_until(lambda: client.job(job.id).progress.scored > committed.scored)  # noqa: B023
-            time.sleep(moments.random() / 2)
-            os.kill(service.started_runners()[-1], signal.SIGKILL)
-        job = client.watch(job.id)
+    job = client.submit(file, "ref")
+    for count in (1, 2):
+        wait_until(lambda: len(service.started_runners()) == count)  # noqa: B023
+        committed = client.job(job.id).progress
+        wait_until(lambda: client.job(job.id).progress.scored > committed.scored)  # noqa: B023
+        time.sleep(moments.random() / 2)
+        os.kill(service.started_runners()[-1], signal.SIGKILL)
+    job = client.watch(job.id)
     assert (job.state, job.summary["bad_rows"], job.attempts) == ("done", 0, 3), "".join(service.log)
     assert service.workers() == workers
     values_are_those_of_one_engine(file, reference_folder, tmp_path)
@@ -192,46 +169,44 @@ def test_a_job_goes_on_when_its_only_worker_could_not_be_started_for_a_while(ser
 
 
 @pytest.mark.slow
-def test_a_runner_that_dies_each_time_fails_its_job(service, tmp_path):
+def test_a_runner_that_dies_each_time_fails_its_job(service, client, tmp_path):
     """For example because the machine has too little memory for the dataset."""
-    with Client(service.url) as client:
-        job = client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(20_000, seed=12)), "ref")
-        for count in (1, 2, 3):
-            wait_until(lambda: len(service.started_runners()) == count)  # noqa: B023
-            os.kill(service.started_runners()[-1], signal.SIGKILL)
-        job = client.watch(job.id)
+    job = client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(20_000, seed=12)), "ref")
+    for count in (1, 2, 3):
+        wait_until(lambda: len(service.started_runners()) == count)  # noqa: B023
+        os.kill(service.started_runners()[-1], signal.SIGKILL)
+    job = client.watch(job.id)
     assert job.state == "failed" and "3 processes that ran the job ended" in job.error and "SIGKILL" in job.error
 
 
-def settled(value) -> Future:
+def came_to(value) -> Future:
     future = Future()
-    future.set_result(value)
+    future.set_exception(value) if isinstance(value, Exception) else future.set_result(value)
     return future
 
 
-def other_process(error=None):
+def worker_that(loads):
     """A worker whose engine cannot be loaded, or scores one sequence."""
-    prepared = Future()
-    prepared.set_exception(error) if error else prepared.set_result({})
-    scored = settled({"token_counts": (3, 3), "problems": {}, "snapshot": 1})
-    calls = {"prepare": lambda: prepared, "stop": lambda: settled(None), "progress": lambda: None, "end": lambda: None}
-    return SimpleNamespace(place="there", score=lambda content, again: scored, **calls)
+    calls = {"stop": lambda: came_to(None), "progress": lambda: None, "end": lambda: None}
+    scored = {"token_counts": (3, 3), "problems": {}, "snapshot": 1}
+    return SimpleNamespace(place="there", prepare=lambda: came_to(loads), score=lambda content, again: came_to(scored), **calls)
+
+
+def score_one_sequence(*workers) -> list[str]:
+    """What a job of these workers comes to."""
+    lent, events = list(workers), []
+    source = SimpleNamespace(count=2, open=lambda table: None)
+    source.begin = lambda have, is_any_placed: [lent.pop(0) for _ in list(lent)]
+    scheduler = Scheduler(workers=source)
+    scheduler.open(None, events.append)
+    scheduler.put([Miss(bytes(16), Sequence(np.array([1, 2]), np.array([3])), 1, [0])], 0)
+    scheduler.finish()
+    return [type(event).__name__ for event in events]
 
 
 def test_a_worker_that_cannot_load_the_model_leaves_the_job_to_the_others():
-    lent = [other_process(EngineError("the GPU has no memory left")), other_process()]
-    source = SimpleNamespace(count=2, open=lambda table: None)
-    source.begin = lambda have, is_any_placed: [lent.pop(0) for _ in list(lent)]
-    events = []
-    scheduler = Scheduler(workers=source)
-    scheduler.open(None, events.append)
+    error = EngineError("the GPU has no memory left")
     with pytest.warns(UserWarning, match="has no memory left"):
-        scheduler.put([Miss(bytes(16), Sequence(np.array([1, 2]), np.array([3])), 1, [0])], 0)
-        scheduler.finish()
-    assert [type(event).__name__ for event in events] == ["Scored", "Committed"]
-    lent.append(other_process(EngineError("the GPU has no memory left")))
-    alone = Scheduler(workers=source)
-    alone.open(None, events.append)
+        assert score_one_sequence(worker_that(error), worker_that({})) == ["Scored", "Committed"]
     with pytest.raises(EngineError, match="there: the GPU has no memory left"):
-        alone.put([Miss(bytes(16), Sequence(np.array([1, 2]), np.array([3])), 1, [0])], 0)
-        alone.finish()
+        score_one_sequence(worker_that(error))
