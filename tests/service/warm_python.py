@@ -42,7 +42,7 @@ MODULES = [
 
 
 class WarmPython:
-    """A zygote, and the launcher that takes the place of `python`.
+    """A zygote that has imported the modules, and `executable`, the launcher that takes the place of `python`.
 
     Args:
         folder: for the launcher and the zygote's socket; a short path.
@@ -50,22 +50,16 @@ class WarmPython:
 
     def __init__(self, folder: Path) -> None:
         self._socket = str(folder / "zygote")
-        self._executable = str(folder / "python")
-        launcher = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        launcher += f"from warm_python import launch; launch({self._socket!r})\n"
-        Path(self._executable).write_text(f"#!{sys.executable} -IS\n{launcher}")
-        Path(self._executable).chmod(0o700)
-        command = [sys.executable, str(Path(__file__).resolve()), self._socket, self._executable]
+        launcher = folder / "python"
+        code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        code += f"from warm_python import launch; launch({self._socket!r})\n"
+        launcher.write_text(f"#!{sys.executable} -IS\n{code}")
+        launcher.chmod(0o700)
+        self.executable = str(launcher)
+        command = [sys.executable, str(Path(__file__).resolve()), self._socket, self.executable]
         self._zygote = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._zygote.wait()  # it goes on in a process that is no child of this one: tests count and kill their children
-        self._ready = False
-
-    @property
-    def executable(self) -> str:
-        """Path of the launcher; waits until the modules are imported."""
-        assert self._ready or (self._zygote.stdout and self._zygote.stdout.readline() == b"ready\n")
-        self._ready = True
-        return self._executable
+        assert self._zygote.stdout and self._zygote.stdout.readline() == b"ready\n"
 
     def program_of(self, launcher: int) -> int | None:
         """Process id of the program that a launcher started; None before it runs and after it has ended."""

@@ -14,8 +14,7 @@ import shutil
 import sqlite3
 import subprocess
 import threading
-import time
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -98,16 +97,18 @@ class Library:
         from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset
 
         windows = tokenize_dataset(RowSource(str(self.dataset(dataset))), load_tokenizer(str(self.tokenizer(kind))))
-        table = pa.concat_tables([window.table for window in windows]).to_pylist()
-        found = [(tuple(row["prompt_ids"]), tuple(row["chosen_ids"]), tuple(row["rejected_ids"])) for row in table]
-        for prompt, *completions in found:
-            for completion in completions:
-                self.key(prompt, completion)
+        found = []
+        for row in pa.concat_tables([window.table for window in windows]).to_pylist():
+            prompt, chosen, rejected = (tuple(row[name]) for name in ("prompt_ids", "chosen_ids", "rejected_ids"))
+            found.append((prompt, chosen, rejected))
+            self.key(prompt, chosen)
+            self.key(prompt, rejected)
         return found
 
+    @cache  # noqa: B019
     def key(self, prompt: tuple[int, ...], completion: tuple[int, ...]) -> bytes:
         """The sequence's key, which stands for it from now on."""
-        key = _key(prompt, completion)
+        key = sequence_keys([list(prompt)], [list(completion)])[0].as_py()
         self.sequences[key] = prompt, completion
         return key
 
@@ -147,11 +148,6 @@ class Library:
         tensors = LlamaForCausalLM(config).state_dict()
         del tensors["lm_head.weight"]  # it is the embedding
         save_file(tensors, self.weights(number), metadata={"format": "pt"})
-
-
-@cache
-def _key(prompt: tuple[int, ...], completion: tuple[int, ...]) -> bytes:
-    return sequence_keys([list(prompt)], [list(completion)])[0].as_py()
 
 
 class Disk:
@@ -288,25 +284,16 @@ class World:
         _swap(kept, self.root / name, how)
         self.files[name] = dataset
 
-    def lock_ledger(self, seconds: float) -> threading.Thread:
-        """Hold the ledger's write lock for so long, as another process would (SQLite's locks are between connections)."""
-        held = threading.Event()
-
-        def hold() -> None:
-            stop = time.monotonic() + seconds
-            with closing(sqlite3.connect(self.disk.folder / "state" / "jobs.sqlite", timeout=1, isolation_level=None)) as other:
-                try:
-                    other.execute("begin immediate")
-                    held.set()
-                    time.sleep(max(0.0, stop - time.monotonic()))
-                    other.execute("rollback")
-                except sqlite3.Error:
-                    held.set()  # the disk is full, or another lock is there
-
-        thread = threading.Thread(target=hold, daemon=True)
-        thread.start()
-        held.wait(5)
-        return thread
+    def lock_ledger(self, seconds: float) -> threading.Timer:
+        """Hold the ledger's write lock for so long; the timer ends it."""
+        file = self.disk.folder / "state" / "jobs.sqlite"
+        other = sqlite3.connect(file, timeout=1, isolation_level=None, check_same_thread=False)
+        with suppress(sqlite3.Error):  # the disk is full, or another lock is there
+            other.execute("begin immediate")
+        timer = threading.Timer(seconds, other.close)
+        timer.daemon = True
+        timer.start()
+        return timer
 
     # what is in the store
 
