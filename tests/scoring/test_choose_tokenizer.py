@@ -9,7 +9,7 @@ from datasets import Dataset
 from reflogp.scoring.data.tokenize import chosen_tokenizer
 from reflogp.store import UsageError
 from reflogp.trainer import MissingLogpsError, Reference
-from tests.trainer_ext.conftest import cached_trainer, config, dataset, policy  # noqa: F401
+from tests.trainer_ext.conftest import cached_trainer, config, dataset, policy, trl_trainer  # noqa: F401
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }}\n{% endfor %}"

@@ -13,15 +13,15 @@ import pytest
 import torch
 from datasets import Dataset, load_dataset
 from transformers import AutoModelForCausalLM
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
-from typer.testing import CliRunner
+from trl import DPOConfig, DPOTrainer, KTOConfig
 
-from reflogp.cli.main import app
 from reflogp.scoring import score
 from reflogp.store import Store
+from reflogp.store.joins import PAIR_COLUMNS
 from reflogp.store.schema import shard_table
 from reflogp.trainer import CachedDPOTrainer, CachedKTOTrainer, MissingLogpsError, Reference
-from tests.conftest import write_rows
+from tests.conftest import save_llama, write_rows
+from tests.trainer_ext.framework_runs import SIZE, run_command
 from tests.trainer_ext.on_cpu import ON_CPU
 
 
@@ -31,8 +31,7 @@ def score_pairs(model: Path, data: Path, store: Path, dtype: str = "float32") ->
 
 def score_missing(error: MissingLogpsError) -> None:
     """Run the error's command."""
-    done = CliRunner().invoke(app, shlex.split(error.command)[1:])
-    assert done.exit_code == 0, done.exception or done.output
+    run_command(shlex.split(error.command)[1:])
 
 
 def damaged_copy(store: Path, folder: Path, change) -> Path:
@@ -57,12 +56,12 @@ def data_file(pair_rows, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def stores(reference_folder, data_file, tmp_path_factory):
-    """stores(dtype): a store with the pairs scored in it."""
+    """stores(dtype, model): a store with the pairs scored by the model."""
 
     @cache
-    def of(dtype: str) -> Path:
+    def of(dtype: str, model: Path = reference_folder) -> Path:
         store = tmp_path_factory.mktemp("store")
-        score_pairs(reference_folder, data_file, store, dtype)
+        score_pairs(model, data_file, store, dtype)
         return store
 
     return of
@@ -71,6 +70,12 @@ def stores(reference_folder, data_file, tmp_path_factory):
 @pytest.fixture(scope="session")
 def store(stores) -> Path:
     return stores("float32")
+
+
+@pytest.fixture(scope="session")
+def small_model(tokenizer, tmp_path_factory) -> Path:
+    """What the frameworks train."""
+    return save_llama(tmp_path_factory.mktemp("small-model"), tokenizer, **SIZE)
 
 
 @pytest.fixture
@@ -86,6 +91,10 @@ def policy(reference_folder):
 
 def losses(trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def columns(dataset) -> np.ndarray:
+    return np.stack([np.array(dataset[name]) for name in PAIR_COLUMNS.values()])
 
 
 def apart(ours, trl) -> float:
@@ -104,49 +113,33 @@ def config(tmp_path):
 
 
 @pytest.fixture
-def cached_trainer(policy, config, dataset, tokenizer, store):
-    """cached_trainer(trainer options, **config changes)"""
+def trl_trainer(policy, config, dataset, tokenizer):
+    """trl_trainer(trainer options, **config changes), with a reference model beside the policy unless told otherwise"""
 
-    def make(options=None, **changes) -> CachedDPOTrainer:
-        arguments = {"train_dataset": dataset, "processing_class": tokenizer, "reference": store, **(options or {})}
-        return CachedDPOTrainer(arguments.pop("model", None) or policy(), args=config(**changes), **arguments)
+    def make(options=None, kind=DPOTrainer, **changes) -> DPOTrainer:
+        arguments = {"train_dataset": dataset, "processing_class": tokenizer, **(options or {})}
+        return kind(arguments.pop("model", None) or policy(), args=config(**changes), **arguments)
 
     return make
 
 
 @pytest.fixture
-def trl_trainer(policy, config, dataset, tokenizer):
-    """trl_trainer(trainer options, **config changes), with a reference model beside the policy unless told otherwise"""
-
-    def make(options=None, **changes) -> DPOTrainer:
-        arguments = {"train_dataset": dataset, "processing_class": tokenizer, **(options or {})}
-        return DPOTrainer(arguments.pop("model", None) or policy(), args=config(**changes), **arguments)
-
-    return make
+def cached_trainer(trl_trainer, store):
+    """cached_trainer(trainer options, **config changes)"""
+    return lambda options=None, **changes: trl_trainer({"reference": store, **(options or {})}, CachedDPOTrainer, **changes)
 
 
 @pytest.fixture
 def cached_kto_trainer(policy, config, dataset, tokenizer, tmp_path):
-    """cached_kto_trainer(trainer options, **config changes), on a store of its own that has what TRL's rows need"""
+    """cached_kto_trainer(**config changes), on a store of its own that has what TRL's rows need"""
 
-    def make(options=None, **changes) -> CachedKTOTrainer:
+    def make(**changes) -> CachedKTOTrainer:
+        args = config(KTOConfig, **{"max_steps": 3, "max_length": 220, **changes})
         arguments = {"train_dataset": dataset, "processing_class": tokenizer, "reference": Reference(tmp_path / "kto-store")}
-        settings = {"max_steps": 3, "max_length": 220, **changes}
         try:
-            return CachedKTOTrainer(policy(), args=config(KTOConfig, **settings), **arguments, **(options or {}))
+            return CachedKTOTrainer(policy(), args=args, **arguments)
         except MissingLogpsError as missing:
             score_missing(missing)
-        return CachedKTOTrainer(policy(), args=config(KTOConfig, **settings), **arguments, **(options or {}))
-
-    return make
-
-
-@pytest.fixture
-def trl_kto_trainer(policy, config, dataset, tokenizer):
-    """trl_kto_trainer(**config changes), with a reference model beside the policy"""
-
-    def make(**changes) -> KTOTrainer:
-        args = config(KTOConfig, **{"max_steps": 3, "max_length": 220, **changes})
-        return KTOTrainer(policy(), args=args, train_dataset=dataset, processing_class=tokenizer)
+        return CachedKTOTrainer(policy(), args=args, **arguments)
 
     return make

@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tests.trainer_ext.warm import Warm
 
 ZERO = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "bf16": {"enabled": "auto"}}
@@ -25,16 +27,20 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def launch(
-    settings: dict[str, Any], folder: Path, processes: int = 2, timeout: float = 240, check: bool = True
+    settings: dict[str, Any], folder: Path, timeout: float = 240, check: bool = True
 ) -> tuple[int, list[dict[str, Any]]]:
-    """(exit status, what each process saw). Kills what is not done in time, and fails."""
+    """Train in two processes. Returns (exit status, what each process saw). Kills what is not done in time, and fails."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "settings.json").write_text(json.dumps({**settings, "out": str(folder)}))
     output = folder / "output.txt"
     output.write_text("")
-    status = _warm().run(f"{__name__}:ranks", [str(folder / "settings.json")], output, processes, timeout)
+    status = _warm().run(f"{__name__}:ranks", [str(folder / "settings.json")], output, 2, timeout)
     assert not check or not status, output.read_text()[-6000:]
     return status, [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))]
+
+
+def losses(ranks: list[dict[str, Any]]) -> np.ndarray:
+    return np.array([entry["loss"] for entry in ranks[0]["logs"]])
 
 
 @cache

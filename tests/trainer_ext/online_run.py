@@ -64,7 +64,7 @@ def build(settings: dict[str, Any]) -> Any:
     return remote_class(policy, reference=Reference(settings["source"], settings.get("reference", "ref")), **options, **more)
 
 
-def train(trainer: Any, resume: str | None = None) -> dict[str, Any]:
+def train(trainer: Any) -> dict[str, Any]:
     """Train; gives each micro-batch's loss, the logs, the record in the run's folder, and how the policy is wrapped."""
     losses: list[Any] = []
     step = trainer.training_step
@@ -74,7 +74,7 @@ def train(trainer: Any, resume: str | None = None) -> dict[str, Any]:
         return losses[-1]
 
     trainer.training_step = training_step
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train()
     trainer.accelerator.wait_for_everyone()
     record = Path(trainer.args.output_dir) / "reflogp.json"
     return {

@@ -43,17 +43,11 @@ def data(pair_rows, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def settings(tokenizer, data, tmp_path_factory) -> dict[str, Any]:
-    model = save_llama(tmp_path_factory.mktemp("axolotl-model"), tokenizer, **SIZE)
-    run = {"base_model": str(model), "rl": "dpo", "chat_template": "tokenizer_default", "sequence_len": 512, "num_epochs": 1}
+def settings(small_model, data, tmp_path_factory) -> dict[str, Any]:
+    run = {"base_model": str(small_model), "rl": "dpo", "chat_template": "tokenizer_default", "sequence_len": 512}
     run |= {"datasets": described(data / "pairs.jsonl"), "dataset_num_proc": 1, "seed": 7, "device_map": {"": "cpu"}}
-    run |= {
-        "micro_batch_size": 4,
-        "gradient_accumulation_steps": 1,
-        "max_steps": STEPS,
-        "save_steps": STEPS,
-        "logging_steps": 1,
-    }
+    run |= {"micro_batch_size": 4, "gradient_accumulation_steps": 1, "num_epochs": 1}
+    run |= {"max_steps": STEPS, "save_steps": STEPS, "logging_steps": 1}
     run |= {"learning_rate": 5e-4, "optimizer": "adamw_torch", "lr_scheduler": "constant"}
     run |= {"bf16": False, "fp16": False, "tf32": False}
     return {**run, "dataset_prepared_path": tmp_path_factory.mktemp("axolotl-prepared")}
@@ -68,7 +62,8 @@ def environment(tmp_path_factory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def train(environment, settings):
     """See frameworks.check_losses; `section` is that of the file."""
-    modules = ["axolotl.cli.train", "axolotl.train", "axolotl.cli.config", "peft", "peft.optimizers", "reflogp.trainer"]
+    modules = ["axolotl.cli.train", "axolotl.train", "axolotl.cli.config", "peft", "peft.optimizers"]
+    modules += ["reflogp.trainer.axolotl"]  # in runs without the plugin too, which load a reference model
     modules += ["evaluate", "scipy.stats", "wandb", "trl.trainer.dpo_trainer", "trl.trainer.kto_trainer"]  # later, of each run
     modules += ["transformers.models.llama.modeling_llama", "transformers.pipelines"]
     with closing(frameworks.Runs(PYTHON, FOLDER, modules, environment)) as runs:
@@ -110,6 +105,8 @@ def test_other_weights_are_refused_before_the_first_step(train, tokenizer, tmp_p
     [
         ({"rl": "orpo"}, {}, "rl is orpo, but stored reference log-probs can be used only with"),
         ({"trainer_cls": "trl.DPOTrainer"}, {}, "trainer_cls trl.DPOTrainer does not use stored values"),
+        ({"reflogp": None}, {}, "needs a section `reflogp:`"),
+        ({"context_parallel_size": 2}, {}, "context_parallel_size"),
         ({}, {"stores": "./logps"}, "stores"),
         ({}, {"on_miss": "compute"}, "on_miss"),
         ({}, {"on_miss": "score"}, "on_miss='score' needs a running service"),
@@ -120,33 +117,6 @@ def test_what_is_not_supported_is_refused_by_name(options, section, why, train, 
     [seen] = train(tmp_path, options, {"store": str(tmp_path / "logps"), **section}, check=False)
     assert seen["error"] in ("UsageError", "ValidationError") and why in seen["words"], seen
     assert seen["loaded"] == [] or "needs the plugin" in why
-
-
-def test_only_runs_with_the_plugin_load_no_reference_model(environment):
-    code = """
-import axolotl.train
-axolotl.train.setup_reference_model = lambda cfg, *args: "a model"
-from axolotl.utils.dict import DictDefault
-from axolotl.utils.schemas.enums import RLType
-from reflogp.store import UsageError
-from reflogp.trainer.axolotl import StoredReferencePlugin
-plugin, trainer = StoredReferencePlugin(), "reflogp.trainer.axolotl.StoredDPOTrainer"
-given = {"plugins": ["reflogp.trainer.axolotl."], "base_model": "m", "rl": RLType.DPO}
-def refused(changes):
-    try:
-        plugin.load_datasets(DictDefault({**given, "reflogp": {"store": "s"}, **changes}))
-    except UsageError as error:
-        return str(error)
-assert "context_parallel_size" in refused({"context_parallel_size": 2})
-assert "needs a section `reflogp:`" in refused({"reflogp": None})
-assert "does not use stored values" in refused({"rl": RLType.KTO, "trainer_cls": trainer})
-for _ in range(2):  # a run that failed, and its next attempt
-    cfg = DictDefault({**given, "reflogp": {"store": "s"}})
-    assert axolotl.train.setup_reference_model(cfg, None) is None
-    assert cfg.trainer_cls == trainer
-assert axolotl.train.setup_reference_model(DictDefault({"rl": RLType.DPO}), None) == "a model"
-"""
-    subprocess.run([PYTHON, "-c", code], env=environment, check=True, timeout=300)
 
 
 def test_the_command_of_the_docs_reads_the_plugin(train, settings, environment, tmp_path):

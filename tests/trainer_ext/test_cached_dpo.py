@@ -14,13 +14,7 @@ from trl import DPOTrainer
 from reflogp.store import Store, UsageError
 from reflogp.trainer import CachedDPOTrainer, CachedReferenceMixin, MissingLogpsError, Reference, StepZeroError, patch
 from reflogp.trainer.errors import ReferenceLogpsError, UnusableLogpsError
-from tests.trainer_ext.conftest import apart, damaged_copy, losses, score_missing, score_pairs
-
-COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
-
-
-def columns(trainer) -> np.ndarray:
-    return np.stack([np.array(trainer.train_dataset[name]) for name in COLUMNS])
+from tests.trainer_ext.conftest import apart, columns, damaged_copy, losses, score_missing, score_pairs
 
 
 @contextmanager
@@ -56,16 +50,8 @@ def test_twenty_steps_equal_trls_and_no_reference_model_runs(cached_trainer, trl
     assert losses(ours)[-1] != losses(ours)[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"max_length": 150, "ld_alpha": 0.4}, {"max_length": None, "ld_alpha": 0.4}], ids=str)
-def test_joined_columns_equal_trls_precomputed_ones(changes, cached_trainer, trl_trainer, dataset):
-    """One scoring serves each max_length and ld_alpha; columns that the dataset brings along are replaced."""
-    trl = trl_trainer(precompute_ref_log_probs=True, **changes)
-    brought = dataset.add_column("ref_chosen_logps", [-1.0] * 80).add_column("ref_rejected_logps", [-2.0] * 80)
-    assert np.abs(columns(cached_trainer({"train_dataset": brought}, **changes)) - columns(trl)).max() <= 1e-3
-
-
-def test_keep_end_needs_values_of_its_own(cached_trainer, trl_trainer, tmp_path, store):
+def test_keep_end_needs_values_of_its_own(cached_trainer, trl_trainer, dataset, tmp_path):
+    """Columns that the dataset brings along are replaced."""
     changes = {"max_length": 32, "truncation_mode": "keep_end"}
     with pytest.raises(MissingLogpsError, match="--truncation-mode keep_end"):
         cached_trainer(**changes)
@@ -73,7 +59,9 @@ def test_keep_end_needs_values_of_its_own(cached_trainer, trl_trainer, tmp_path,
         cached_trainer({"reference": tmp_path / "own"}, **changes)
     score_missing(caught.value)
     trl = trl_trainer(precompute_ref_log_probs=True, **changes)
-    assert np.abs(columns(cached_trainer({"reference": tmp_path / "own"}, **changes)) - columns(trl)).max() <= 1e-3
+    brought = dataset.add_column("ref_chosen_logps", [-1.0] * 80).add_column("ref_rejected_logps", [-2.0] * 80)
+    ours = cached_trainer({"reference": tmp_path / "own", "train_dataset": brought}, **changes)
+    assert np.abs(columns(ours.train_dataset) - columns(trl.train_dataset)).max() <= 1e-3
 
 
 def test_the_policy_may_be_a_path(cached_trainer, reference_folder):
@@ -106,15 +94,6 @@ def test_the_record_says_what_was_trained_on(cached_trainer, store, tmp_path):
     assert written["step_zero"]["passed"]
     assert written["step_zero"]["max_per_root_token"] <= written["step_zero"]["tolerance"] == 1e-3
     assert {"reflogp", "trl", "torch"} <= set(written["versions"])
-
-
-def test_a_record_that_cannot_be_written_is_a_warning(cached_trainer, tmp_path):
-    trainer = cached_trainer()
-    (tmp_path / "run").mkdir(exist_ok=True)
-    (tmp_path / "run" / "reflogp.json").mkdir()
-    with pytest.warns(UserWarning, match=r"reflogp.json cannot be written: .*; the run goes on"):
-        trainer.train()
-    assert len(losses(trainer)) == 2
 
 
 def test_the_gate_stops_a_policy_that_is_not_the_reference(cached_trainer, policy, tmp_path):

@@ -11,7 +11,7 @@ from reflogp.client import Client
 from tests.conftest import write_rows
 from tests.service.serving import Service, settings_file
 from tests.trainer_ext.conftest import damaged_copy, score_pairs
-from tests.trainer_ext.distributed_run import launch
+from tests.trainer_ext.distributed_run import launch, losses
 
 pytestmark = pytest.mark.slow
 
@@ -19,10 +19,6 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def settings(reference_folder, data_file, store):
     return {"model": str(reference_folder), "data": str(data_file), "source": str(store)}
-
-
-def losses(ranks) -> np.ndarray:
-    return np.array([entry["loss"] for entry in ranks[0]["logs"]])
 
 
 def test_kto_in_two_processes(settings, reference_folder, tmp_path):
@@ -67,8 +63,8 @@ def test_uneven_last_batches(settings, tmp_path):
 class TestBadInput:
     """A clear error on every process at once; `launch` fails a test whose processes wait for each other."""
 
-    def errors(self, settings, folder, **options) -> list[tuple[str, str]]:
-        status, ranks = launch(settings, folder, timeout=150, check=False, **options)
+    def errors(self, settings, folder) -> list[tuple[str, str]]:
+        status, ranks = launch(settings, folder, timeout=150, check=False)
         assert status != 0 and len(ranks) == 2
         return [(seen["error"], seen["words"]) for seen in ranks]
 

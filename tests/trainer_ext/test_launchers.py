@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,8 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.trainer_ext.conftest import score_pairs
-from tests.trainer_ext.distributed_run import launch
+from tests.trainer_ext.distributed_run import launch, losses
 
 pytestmark = pytest.mark.slow
 
@@ -40,10 +38,6 @@ ROUNDING = {True: 5e-3, False: 1e-5}
 #: alike, so that its errors cancel; those of the policy alone do not: half a step, for two sums, times half of beta.
 ROUNDED_SUMS = 0.05
 CONFIGS = Path(find_spec("trl").submodule_search_locations[0]) / "accelerate_configs"
-
-
-def losses(ranks) -> np.ndarray:
-    return np.array([entry["loss"] for entry in ranks[0]["logs"]])
 
 
 def dtype_of(mode: str, weights: str, bf16: bool) -> str:
@@ -73,32 +67,19 @@ def trained_folder(reference_folder, data_file, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def scored(trained_folder, data_file, tmp_path_factory):
-    """scored(dtype): a store with the pairs scored by the trained model."""
-
-    @cache
-    def of(dtype: str) -> Path:
-        store = tmp_path_factory.mktemp("store")
-        score_pairs(trained_folder, data_file, store, dtype)
-        return store
-
-    return of
-
-
-@pytest.fixture(scope="module")
 def settings(trained_folder, data_file):
     return {"model": str(trained_folder), "data": str(data_file)}
 
 
 @pytest.mark.parametrize("cell", CELLS, ids="-".join)
-def test_losses_differ_as_those_of_two_of_trls_own_runs(cell, settings, scored, tmp_path):
+def test_losses_differ_as_those_of_two_of_trls_own_runs(cell, settings, stores, trained_folder, tmp_path):
     mode, precision, kind, tuning = cell
     weights, bf16 = PRECISIONS[precision]
     args = {"bf16": bf16, "max_steps": 5, "max_length": 220, "learning_rate": 1e-3}
     if kind == "kto":  # without a KL term, whose rows depend on the batch: the split may change
         args["loss_type"] = "apo_zero_unpaired"
     given = {**settings, "mode": mode, "dtype": weights, "trainer": kind, "lora": tuning == "lora", "args": args}
-    _, ours = launch({**given, "source": str(scored(dtype_of(mode, weights, bf16)))}, tmp_path / "ours")
+    _, ours = launch({**given, "source": str(stores(dtype_of(mode, weights, bf16), trained_folder))}, tmp_path / "ours")
     assert all(seen["dtypes_read_by_the_loss"] == ["float32"] and seen["step_zero"]["passed"] for seen in ours)
     assert {seen["distributed"] for seen in ours} == {KINDS[mode]}
     if mode == "fsdp2":
@@ -113,20 +94,20 @@ def test_losses_differ_as_those_of_two_of_trls_own_runs(cell, settings, scored, 
     assert difference <= max(2 * max(others), ROUNDED_SUMS if (mode, bf16) == ("fsdp2", True) else ROUNDING[bf16])
 
 
-def test_an_adapter_trains_under_fsdp2_in_bfloat16(settings, scored, tmp_path):
+def test_an_adapter_trains_under_fsdp2_in_bfloat16(settings, stores, trained_folder, tmp_path):
     """The gate turns the adapter off; FSDP2 must not take it for frozen then, and a policy that is its reference loses ln 2."""
     args = {"bf16": True, "max_steps": 2, "max_length": 220}
     given = {**settings, "mode": "fsdp2", "dtype": "float32", "trainer": "dpo", "lora": True, "args": args}
-    _, ranks = launch({**given, "source": str(scored("bfloat16"))}, tmp_path)
+    _, ranks = launch({**given, "source": str(stores("bfloat16", trained_folder))}, tmp_path)
     assert all(seen["step_zero"]["passed"] for seen in ranks)
     assert abs(losses(ranks)[0] - np.log(2)) <= ROUNDED_SUMS
 
 
 @pytest.mark.parametrize("name", ["zero3", "fsdp2"])
-def test_trls_accelerate_configs(name, settings, scored, tmp_path):
+def test_trls_accelerate_configs(name, settings, stores, trained_folder, tmp_path):
     """`accelerate launch` with the files that TRL ships, all in bfloat16: a policy that is its reference has a loss of ln 2."""
     args = {"bf16": True, "max_steps": 1, "max_length": 220}
-    given = {**settings, "source": str(scored("bfloat16")), "out": str(tmp_path), "args": args}
+    given = {**settings, "source": str(stores("bfloat16", trained_folder)), "out": str(tmp_path), "args": args}
     (tmp_path / "settings.json").write_text(json.dumps(given))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{name}.yaml")]
     command += ["--num_processes", "2", "--main_process_port", "0"]

@@ -10,18 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import save_llama
 from tests.trainer_ext import framework_runs as frameworks
-from tests.trainer_ext.framework_runs import FOLDER, ROWS, SIZE, STEPS, record, words_of
+from tests.trainer_ext.framework_runs import FOLDER, ROWS, STEPS, record, words_of
 
 STOCK, STORED = "llamafactory.launcher", "reflogp.trainer.llamafactory"
 PYTHON = frameworks.python_of("llamafactory")
 pytestmark = frameworks.needs(PYTHON)
-
-
-@pytest.fixture(scope="module")
-def model(tokenizer, tmp_path_factory) -> Path:
-    return save_llama(tmp_path_factory.mktemp("llamafactory-model"), tokenizer, **SIZE)
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +43,8 @@ def environment(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def settings(model, data) -> dict[str, Any]:
-    of_the_run = {"stage": "dpo", "do_train": True, "finetuning_type": "full", "model_name_or_path": model}
+def settings(small_model, data) -> dict[str, Any]:
+    of_the_run = {"stage": "dpo", "do_train": True, "finetuning_type": "full", "model_name_or_path": small_model}
     of_the_run |= {"dataset_dir": data, "dataset": "pairs", "template": "default", "preprocessing_num_workers": 1}
     of_the_run |= {"cutoff_len": 112, "max_steps": STEPS, "learning_rate": 5e-4, "logging_steps": 1}  # some rows are cut
     of_the_run |= {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "save_strategy": "no", "seed": 7}
@@ -83,8 +77,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_are_those_of_a_real_reference_model(case, train, model, tmp_path):
-    frameworks.check_losses(train, tmp_path, case, CASES[case], str(model))
+def test_losses_are_those_of_a_real_reference_model(case, train, small_model, tmp_path):
+    frameworks.check_losses(train, tmp_path, case, CASES[case], str(small_model))
 
 
 def test_other_weights_are_refused_before_the_first_step(train, tokenizer, tmp_path):
@@ -120,9 +114,7 @@ def test_the_command_starts_torchrun_as_llamafactory_does(settings, environment,
     file = tmp_path / "settings.yaml"
     file.write_text(json.dumps({**settings, "max_steps": 2, "output_dir": tmp_path / "out"}, default=str))
     found = {**environment, "FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2"}
-    for words in (["--reflogp.store", store, "train", file], ["--help"]):
-        command = [PYTHON, "-m", STORED, *words]
-        done = subprocess.run(command, env=found, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, done.stderr[-4000:]
-    assert "train FILE.yaml" in done.stdout
+    command = [PYTHON, "-m", STORED, "--reflogp.store", store, "train", file]
+    done = subprocess.run(command, env=found, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
     assert record(tmp_path / "out")["step_zero"]["sequences"] == 16

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from trl import KTOConfig, KTOTrainer
 
 from tests.trainer_ext.conftest import apart, losses
 
@@ -35,8 +36,10 @@ def test_losses(changes, cached_trainer, trl_trainer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
-def test_kto(loss_type, cached_kto_trainer, trl_kto_trainer):
-    ours, trl = cached_kto_trainer(loss_type=loss_type), trl_kto_trainer(loss_type=loss_type)
+def test_kto(loss_type, cached_kto_trainer, policy, config, dataset, tokenizer):
+    ours = cached_kto_trainer(loss_type=loss_type)
+    args = config(KTOConfig, max_steps=3, max_length=220, loss_type=loss_type)
+    trl = KTOTrainer(policy(), args=args, train_dataset=dataset, processing_class=tokenizer)
     ours.train()
     trl.train()
     assert apart(ours, trl) <= 1e-5

@@ -88,25 +88,6 @@ def language_models() -> int:
 class TestEqualToTrl:
     @pytest.mark.slow
     @pytest.mark.parametrize("trainer", TRAINERS)
-    def test_ten_steps(self, trainer, settings):
-        settings["trainer"] = trainer
-        theirs = train(build({**settings, "trl": True}))
-        before = language_models()
-        remote = build(settings)
-        assert language_models() == before + 1, "the policy alone"
-        ours = train(remote)
-        assert_equal(ours, theirs)
-        kl = "objective/kl" if trainer == "online_dpo" else "kl"
-        assert max(abs(entry[kl]) for entry in ours["logs"]) > 1e-3, "the policy moved"
-        assert remote.step_zero.sequences == 4 and remote.step_zero.max_difference <= 1e-4
-        record, traffic = ours["record"], ours["record"]["remote"]
-        assert record["step_zero"]["passed"]
-        assert record["joins"]["train"]["reference_id"] == remote.ref_model.where.reference_id
-        assert (traffic["batches"], traffic["sequences"]) == (10, 40)
-        assert 0 <= traffic["waited_seconds"] <= traffic["seconds"]
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("trainer", TRAINERS)
     @pytest.mark.parametrize(
         "change",
         [
@@ -136,11 +117,15 @@ class TestEqualToTrl:
         settings |= {"trainer": trainer, "evaluate": 2, "args": {"max_steps": 1, **evaluation}}
         seen = []
         for trl in (True, False):
+            remote = None
+            before = language_models()
             remote = build({**settings, "trl": trl})
+            assert language_models() == before + 1 + trl, "the policy, and TRL's reference model"
             train(remote)
             seen.append([entry["eval_kl"] for entry in remote.state.log_history if "eval_kl" in entry])
         assert len(seen[0]) == 2 and seen[1] == pytest.approx(seen[0], abs=1e-5)
-        assert remote.ref_model.traffic.sequences == 3 * 4
+        traffic = remote.ref_model.traffic
+        assert (traffic.sequences, 0 <= traffic.waited_seconds <= traffic.seconds) == (3 * 4, True)
         assert remote.step_zero.sequences == 4, "of the first batch in training"
 
     @pytest.mark.slow
@@ -154,7 +139,10 @@ class TestEqualToTrl:
             for theirs, ours in zip(seen["runs"][::2], seen["runs"][1::2], strict=True):
                 assert_equal(ours, theirs)
                 assert ours["wrapped"] == "DistributedDataParallel"
-                assert ours["record"]["step_zero"]["sequences"] == 8
+                assert max(abs(entry.get("kl", entry.get("objective/kl"))) for entry in ours["logs"]) > 1e-3, "the policy moved"
+                record = ours["record"]
+                assert (record["step_zero"]["passed"], record["step_zero"]["sequences"]) == (True, 8)
+                assert (record["remote"]["batches"], record["remote"]["sequences"]) == (4, 16)
 
     @pytest.mark.slow
     def test_sharded_policies(self, settings, tmp_path):
@@ -174,16 +162,6 @@ class TestEqualToTrl:
 
 
 class TestOneProcess:
-    @pytest.mark.slow
-    def test_a_resumed_run_is_not_compared(self, settings):
-        settings["args"] = {"max_steps": 5, "save_strategy": "steps", "save_steps": 4, "gradient_accumulation_steps": 2}
-        first = build(settings)
-        train(first)
-        again = build(settings)
-        resumed = train(again, resume=f"{first.args.output_dir}/checkpoint-4")
-        assert again.state.global_step == 5
-        assert resumed["record"]["step_zero"] == "not compared: the run was resumed at step 4"
-
     def test_online_dpo_with_a_model_in_data_parallel(self, settings):
         """Its wrapper has no config; with two devices in sight transformers wraps the policy."""
         settings |= {"trainer": "online_dpo", "args": {"max_steps": 2, "per_device_train_batch_size": 1}}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import save_llama, write_rows
+from tests.conftest import write_rows
 from tests.service.serving import running, settings_file
 from tests.trainer_ext import framework_runs as frameworks
 from tests.trainer_ext.framework_runs import losses, record
@@ -27,22 +27,14 @@ pytestmark = frameworks.needs(PYTHON)
 
 
 @pytest.fixture(scope="module")
-def model(tokenizer, tmp_path_factory) -> Path:
-    return save_llama(tmp_path_factory.mktemp("openrlhf-model"), tokenizer, **frameworks.SIZE)
-
-
-@pytest.fixture(scope="module")
-def train(model, pair_rows, tmp_path_factory):
+def train(small_model, pair_rows, tmp_path_factory):
     """See frameworks.check_losses. An option of None removes a default."""
     rows = [row for row in pair_rows if len(row["prompt"][0]["content"]) < 220]  # OpenRLHF drops longer prompts
     data = tmp_path_factory.mktemp("openrlhf-data")
     train, evaluated = write_rows(data / "train.jsonl", rows[:ROWS]), write_rows(data / "eval.jsonl", rows[ROWS:][:EVAL_ROWS])
-    settings = {"model.model_name_or_path": model, "data.dataset": train, "eval.dataset": evaluated, "eval.split": "train"}
-    settings |= {
-        "data.apply_chat_template": "",
-        "data.prompt_key": "prompt",
-        "data.max_len": 160,
-    }  # half of the rows are longer
+    settings = {"model.model_name_or_path": small_model, "data.dataset": train, "data.prompt_key": "prompt"}
+    settings |= {"data.apply_chat_template": "", "data.max_len": 160}  # half of the rows are longer
+    settings |= {"eval.dataset": evaluated, "eval.split": "train"}
     settings |= {"train.micro_batch_size": MICRO, "train.batch_size": BATCH, "train.max_epochs": 2, "adam.lr": 3e-4}
     settings |= {"ds.param_dtype": "fp32", "ds.attn_implementation": "sdpa", "logger.wandb.run_name": "run"}
     settings |= {"eval.steps": 5, "ckpt.save_steps": -1}
@@ -61,8 +53,8 @@ def train(model, pair_rows, tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_are_those_of_a_real_reference_model(case, train, model, tmp_path):
-    frameworks.check_losses(train, tmp_path, case, CASES[case], str(model), out="logs/run")
+def test_losses_are_those_of_a_real_reference_model(case, train, small_model, tmp_path):
+    frameworks.check_losses(train, tmp_path, case, CASES[case], str(small_model), out="logs/run")
 
 
 def test_a_resumed_run_is_not_compared(train, tmp_path):
@@ -79,15 +71,10 @@ def test_other_weights_are_refused_before_the_first_step(train, tokenizer, tmp_p
     frameworks.check_other_weights(train, tokenizer, tmp_path, SHORT, {})
 
 
-def test_a_service_scores_what_is_missing(train, model, tmp_path):
+def test_a_service_scores_what_is_missing(train, small_model, tmp_path):
     """For an adapter's training too: with its weights still at zero the policy is the reference."""
-    models = {"sft": {"model": str(model), "dtype": "float32"}}
+    models = {"sft": {"model": str(small_model), "dtype": "float32"}}
     stored = {"model": "sft", "on_miss": "score"}
     with running("--config", settings_file(tmp_path, tmp_path / "store", models)) as service:
         train(tmp_path, {**SHORT, "ds.lora.rank": 4}, {**stored, "store": service.url})
     assert record(tmp_path / "out")["step_zero"]["passed"]
-
-
-def test_the_command_has_help(train, tmp_path):
-    train(tmp_path, {"help": ""}, {"store": "unused"})
-    assert "--reflogp.store" in (tmp_path / "output.txt").read_text()

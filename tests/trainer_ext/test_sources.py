@@ -10,16 +10,11 @@ from peft import LoraConfig
 from reflogp.client import Client
 from reflogp.store import ReferenceNotFoundError, SnapshotNotFoundError, UsageError
 from reflogp.store.errors import ReflogpError
+from reflogp.store.joins import PAIR_COLUMNS
 from reflogp.trainer import MissingLogpsError, Reference
 from reflogp.trainer.join import join_reference_logps
 from tests.service.serving import running, settings_file
-from tests.trainer_ext.conftest import apart, losses, score_pairs
-
-COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
-
-
-def columns(dataset) -> np.ndarray:
-    return np.stack([np.array(dataset[name]) for name in COLUMNS])
+from tests.trainer_ext.conftest import apart, columns, losses, score_pairs
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +37,6 @@ def test_a_service_scores_what_it_misses_and_is_a_source_after(service, cached_t
     assert again.joins["train"].scored == 0
     from_store = cached_trainer(max_length=130, ld_alpha=0.4)
     assert np.abs(columns(again.train_dataset) - columns(from_store.train_dataset)).max() <= 1e-3
-
-
-@pytest.mark.slow
-def test_a_service_without_a_model_serves_stored_values_to_a_token_that_may_only_read(
-    cached_trainer, store, tmp_path, warm_python
-):
-    with running("--store", store, warm=warm_python) as service:
-        trainer = cached_trainer({"reference": service.url})
-        trainer.train()
-    assert trainer.step_zero.passed
 
 
 def test_a_service_that_misses_says_what_scores_it(service, cached_trainer, pair_rows):
@@ -130,7 +115,7 @@ def test_a_trained_policy_computes_only_without_its_adapter(adapter, cached_trai
     trainer.evaluate(new)
     assert trainer.joins["eval"].computed == 4
     untrained = cached_trainer({"reference": Reference(store, on_miss="compute"), "eval_dataset": new}).eval_dataset
-    tokenized = untrained.remove_columns(list(COLUMNS))
+    tokenized = untrained.remove_columns(list(PAIR_COLUMNS.values()))
     computed = trainer._precompute_ref_logps(tokenized, "again", 4)
     assert np.abs(columns(computed) - columns(untrained)).max() <= 1e-3
 
@@ -162,7 +147,7 @@ def test_a_stream_stops_at_a_row_without_values(cached_trainer, pair_rows, store
 def test_join_for_a_loop_of_ones_own(cached_trainer, store, reference_folder):
     source = Reference(store, model=str(reference_folder))
     expected = cached_trainer(max_length=220).train_dataset
-    tokenized = expected.remove_columns(list(COLUMNS))
+    tokenized = expected.remove_columns(list(PAIR_COLUMNS.values()))
     joined = join_reference_logps(tokenized.shuffle(seed=1), source, max_length=220)
     assert joined["ref_chosen_logps"][:] == expected.shuffle(seed=1)["ref_chosen_logps"][:]
     streamed = list(join_reference_logps(tokenized.to_iterable_dataset(), source, max_length=220))

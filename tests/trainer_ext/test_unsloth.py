@@ -22,14 +22,11 @@ pytestmark = frameworks.needs(PYTHON)
 
 
 @pytest.fixture(scope="module")
-def given(tokenizer, pair_rows, tmp_path_factory) -> dict[str, str]:
+def given(small_model, pair_rows, tmp_path_factory) -> dict[str, str]:
     """The model, and pairs to train and to evaluate on."""
     folder, rows = tmp_path_factory.mktemp("unsloth"), frameworks.short_rows(pair_rows)
-    files = {
-        name: str(write_rows(folder / f"{name}.jsonl", part))
-        for name, part in {"data": rows[:ROWS], "new": rows[ROWS:]}.items()
-    }
-    return {"model": str(save_llama(folder / "model", tokenizer, **SIZE)), **files}
+    data, new = write_rows(folder / "data.jsonl", rows[:ROWS]), write_rows(folder / "new.jsonl", rows[ROWS:])
+    return {"model": str(small_model), "data": str(data), "new": str(new)}
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +88,8 @@ def test_kto_and_limits_after_the_other_import_order_that_works(train, given, st
     other = save_llama(tmp_path / "other", tokenizer, **{**SIZE, "num_hidden_layers": 1})
     frameworks.run_command(["score", str(other), given["data"], "--store", store, "--dtype", "float32"])
     kto = {"kind": "KTO", "new": None}
-    found = train(
-        "between",
-        [{**kto, "store": store}, {"store": store, "args": None}, {"store": store, "reference": str(other)}],
-        tmp_path,
-    )
+    jobs = [{**kto, "store": store}, {"store": store, "args": None}, {"store": store, "reference": str(other)}]
+    found = train("between", jobs, tmp_path)
     assert found[1]["output_dir"] == "unsloth_training_checkpoints", "unsloth's own default"
     assert found[2]["error"] == "StepZeroError"
     assert "rows of train" in score_missing(found[:1])
