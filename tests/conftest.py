@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -73,10 +72,9 @@ def warm_python():
     """A WarmPython, for tests that start services and workers again and again."""
     from tests.service.warm_python import WarmPython
 
-    with tempfile.TemporaryDirectory(prefix="warm") as folder:  # a socket's path is short
-        python = WarmPython(Path(folder))
-        yield python
-        python.close()
+    python = WarmPython()
+    yield python
+    python.close()
 
 
 @pytest.fixture(scope="session")

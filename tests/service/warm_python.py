@@ -15,6 +15,8 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -45,19 +47,27 @@ class WarmPython:
     """A zygote that has imported the modules, and `executable`, the launcher that takes the place of `python`.
 
     Args:
-        folder: for the launcher and the zygote's socket; a short path.
+        modules: imported at the start, in this order.
+        python: of the environment whose modules these are.
+        environment: of the imports.
+
+    Attributes:
+        environment: the same.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._socket = str(folder / "zygote")
-        launcher = folder / "python"
-        code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        code += f"from warm_python import launch; launch({self._socket!r})\n"
-        launcher.write_text(f"#!{sys.executable} -IS\n{code}")
-        launcher.chmod(0o700)
-        self.executable = str(launcher)
-        command = [sys.executable, str(Path(__file__).resolve()), self._socket, self.executable]
-        self._zygote = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    def __init__(
+        self, modules: Sequence[str] = MODULES, python: str = sys.executable, environment: dict[str, str] | None = None
+    ) -> None:
+        self.environment = environment
+        self._folder = tempfile.TemporaryDirectory(prefix="warm")  # a socket's path is short
+        self._socket = f"{self._folder.name}/zygote"
+        self.executable = f"{self._folder.name}/python"
+        launcher = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        launcher += f"from warm_python import launch; launch({self._socket!r})\n"
+        Path(self.executable).write_text(f"#!{sys.executable} -IS\n{launcher}")
+        Path(self.executable).chmod(0o700)
+        command = [python, str(Path(__file__).resolve()), self._socket, self.executable, *modules]
+        self._zygote = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         self._zygote.wait()  # it goes on in a process that is no child of this one: tests count and kill their children
         assert self._zygote.stdout and self._zygote.stdout.readline() == b"ready\n"
 
@@ -73,6 +83,7 @@ class WarmPython:
         assert self._zygote.stdin and self._zygote.stdout
         self._zygote.stdin.close()
         self._zygote.stdout.read()  # ends with the zygote
+        self._folder.cleanup()
 
 
 def launch(place: str) -> None:
@@ -184,7 +195,7 @@ def _run_and_exit(request: dict[str, Any], streams: list[int]) -> None:
     os.chdir(request["folder"])
     status = 0
     try:
-        match [argument for argument in request["arguments"] if argument != "-B"]:
+        match [argument for argument in request["arguments"] if argument not in ("-B", "-u")]:
             case ["-c", code, *arguments]:
                 sys.argv = ["-c", *arguments]
                 exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
@@ -205,7 +216,7 @@ def _run_and_exit(request: dict[str, Any], streams: list[int]) -> None:
     os._exit(status)
 
 
-def _main(place: str, executable: str) -> None:
+def _main(place: str, executable: str, *modules: str) -> None:
     import gc
     import importlib
 
@@ -215,7 +226,7 @@ def _main(place: str, executable: str) -> None:
     os.dup2(2, 1)  # what imports print is no answer
     sys.path.pop(0)  # this folder
     sys.executable = executable  # of the programs that a program starts
-    for module in MODULES:
+    for module in modules:
         importlib.import_module(module)
     gc.freeze()
     zygote = _Zygote(place)

@@ -7,6 +7,7 @@ import atexit
 import json
 import os
 import resource
+import subprocess
 import sys
 import time
 from functools import cache
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.trainer_ext.warm import Warm
+from tests.service.warm_python import WarmPython
 
 ZERO = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "bf16": {"enabled": "auto"}}
 MODES: dict[str, dict[str, Any]] = {
@@ -32,10 +33,8 @@ def launch(
     """Train in two processes. Returns (exit status, what each process saw). Kills what is not done in time, and fails."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "settings.json").write_text(json.dumps({**settings, "out": str(folder)}))
-    output = folder / "output.txt"
-    output.write_text("")
-    status = _warm().run(f"{__name__}:ranks", [str(folder / "settings.json")], output, 2, timeout)
-    assert not check or not status, output.read_text()[-6000:]
+    status, output = torchrun(_warm(), [__name__, str(folder / "settings.json")], 2, timeout)
+    assert not check or not status, output[-6000:]
     return status, [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))]
 
 
@@ -43,14 +42,23 @@ def losses(ranks: list[dict[str, Any]]) -> np.ndarray:
     return np.array([entry["loss"] for entry in ranks[0]["logs"]])
 
 
+def torchrun(python: WarmPython, words: list[str], processes: int, timeout: float) -> tuple[int, str]:
+    """Run a module in some processes. Returns the exit status, and what they printed."""
+    command = [python.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
+    output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run([*command, *words], env=python.environment, timeout=timeout, check=False, **output)
+    return done.returncode, done.stdout
+
+
 @cache
-def _warm() -> Warm:
+def _warm() -> WarmPython:
     """For all runs of this process, until it ends."""
     modules = ["torch.distributed.fsdp", "deepspeed", "peft", "transformers.models.llama.modeling_llama"]
     modules += ["trl.trainer.dpo_trainer", "trl.trainer.kto_trainer", "trl.experimental.online_dpo"]
     modules += ["reflogp.trainer.cached", "tests.trainer_ext.online_run"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    warm = Warm(sys.executable, Path(__file__).resolve().parents[2], modules, environment)
+    path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    warm = WarmPython(modules, environment=environment)
     atexit.register(warm.close)
     return warm
 

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from reflogp.cli.main import app
 from tests.conftest import REPOSITORY, save_llama
-from tests.trainer_ext.warm import Warm
+from tests.service.warm_python import WarmPython
+from tests.trainer_ext.distributed_run import torchrun
 
 FOLDER = Path(__file__).parent / "frameworks_env"
 SIZE = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -49,32 +50,13 @@ def environment_of(python: Path, caches: Path) -> dict[str, str]:
     return found
 
 
-class Runs:
-    """Starts runs in processes that have imported a framework.
-
-    Args:
-        python: of the framework's environment.
-        folder: has run.py, whose `main` runs a module.
-        modules: imported before the first run.
-        environment: of all runs.
-    """
-
-    def __init__(self, python: Path, folder: Path, modules: list[str], environment: dict[str, str]) -> None:
-        self._warm = Warm(str(python), folder, ["run", *modules], environment)
-
-    def run(
-        self, module: str, folder: Path, words: list[str], processes: int = 1, check: bool = True
-    ) -> tuple[list[dict[str, Any]], str]:
-        """Run a module in some processes. Returns what each process noted, and what they printed."""
-        folder.mkdir(parents=True, exist_ok=True)
-        output = folder / "output.txt"
-        status = self._warm.run("run:main", [str(folder / "notes"), module, *words], output, processes, timeout=240)
-        printed = output.read_text()
-        assert (status == 0) == check, printed[-6000:]
-        return [json.loads(file.read_text()) for file in sorted((folder / "notes").glob("rank-*.json"))], printed
-
-    def close(self) -> None:
-        self._warm.close()
+def run(
+    python: WarmPython, module: str, folder: Path, words: list[str], processes: int = 1, check: bool = True
+) -> list[dict[str, Any]]:
+    """Run a module of a framework in some processes. Returns what each process noted."""
+    status, printed = torchrun(python, ["run", str(folder / "notes"), module, *words], processes, timeout=240)
+    assert (status == 0) == check, printed[-6000:]
+    return [json.loads(file.read_text()) for file in sorted((folder / "notes").glob("rank-*.json"))]
 
 
 def losses(out: Path) -> list[float]:

@@ -18,8 +18,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import save_llama, write_rows
+from tests.service.warm_python import WarmPython
 from tests.trainer_ext import framework_runs as frameworks
-from tests.trainer_ext.framework_runs import FOLDER, ROWS, SIZE, STEPS, losses, record, score_missing
+from tests.trainer_ext.framework_runs import ROWS, SIZE, STEPS, losses, record, score_missing
 
 PLUGIN = "reflogp.trainer.axolotl.StoredReferencePlugin"
 PYTHON = frameworks.python_of("axolotl")
@@ -66,14 +67,14 @@ def train(environment, settings):
     modules += ["reflogp.trainer.axolotl"]  # in runs without the plugin too, which load a reference model
     modules += ["evaluate", "scipy.stats", "wandb", "trl.trainer.dpo_trainer", "trl.trainer.kto_trainer"]  # later, of each run
     modules += ["transformers.models.llama.modeling_llama", "transformers.pipelines"]
-    with closing(frameworks.Runs(PYTHON, FOLDER, modules, environment)) as runs:
+    with closing(WarmPython(modules, str(PYTHON), environment)) as python:
 
         def run(folder: Path, options: dict[str, Any], section: Any = None, processes: int = 1, check: bool = True) -> Any:
             folder.mkdir(parents=True, exist_ok=True)
             ours = {"plugins": [PLUGIN], "reflogp": section} if section is not None else {}
             file = folder / "settings.yaml"  # JSON is YAML
             file.write_text(json.dumps({**settings, "output_dir": folder / "out", **ours, **options}, default=str))
-            return runs.run("axolotl.cli.train", folder, [str(file)], processes, check)[0]
+            return frameworks.run(python, "axolotl.cli.train", folder, [str(file)], processes, check)
 
         yield run
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.service.warm_python import WarmPython
 from tests.trainer_ext import framework_runs as frameworks
-from tests.trainer_ext.framework_runs import FOLDER, ROWS, STEPS, record, words_of
+from tests.trainer_ext.framework_runs import ROWS, STEPS, record, words_of
 
 STOCK, STORED = "llamafactory.launcher", "reflogp.trainer.llamafactory"
 PYTHON = frameworks.python_of("llamafactory")
@@ -55,13 +56,13 @@ def settings(small_model, data) -> dict[str, Any]:
 def train(environment, settings):
     """See frameworks.check_losses."""
     modules = ["llamafactory.train.tuner", "peft", "reflogp.trainer", "transformers.models.llama.modeling_llama"]
-    with closing(frameworks.Runs(PYTHON, FOLDER, modules, environment)) as runs:
+    with closing(WarmPython(modules, str(PYTHON), environment)) as python:
 
         def run(folder: Path, options: dict[str, Any], stored: Any = None, processes: int = 1, check: bool = True) -> Any:
             folder.mkdir(parents=True, exist_ok=True)
             file = folder / "settings.yaml"  # JSON is YAML
             file.write_text(json.dumps({**settings, "output_dir": folder / "out", **options}, default=str))
-            return runs.run(STORED if stored else STOCK, folder, [*words_of(stored), str(file)], processes, check)[0]
+            return frameworks.run(python, STORED if stored else STOCK, folder, [*words_of(stored), str(file)], processes, check)
 
         yield run
 

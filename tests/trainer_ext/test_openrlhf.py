@@ -13,6 +13,7 @@ import pytest
 
 from tests.conftest import write_rows
 from tests.service.serving import running, settings_file
+from tests.service.warm_python import WarmPython
 from tests.trainer_ext import framework_runs as frameworks
 from tests.trainer_ext.framework_runs import losses, record
 
@@ -40,14 +41,14 @@ def train(small_model, pair_rows, tmp_path_factory):
     settings |= {"eval.steps": 5, "ckpt.save_steps": -1}
     environment = {**frameworks.environment_of(PYTHON, tmp_path_factory.mktemp("caches")), "DS_ACCELERATOR": "cpu"}
     modules = ["openrlhf_on_cpu", "peft", "transformers.models.llama.modeling_llama", "reflogp.trainer"]
-    with closing(frameworks.Runs(PYTHON, frameworks.FOLDER, modules, environment)) as runs:
+    with closing(WarmPython(modules, str(PYTHON), environment)) as python:
 
         def run(folder: Path, options: dict[str, Any], stored: Any = None, processes: int = 2, check: bool = True) -> Any:
             folders = {"ckpt.output_dir": "out", "ckpt.path": "checkpoints", "logger.tensorboard_dir": "logs"}
             chosen = {**settings, **{name: folder / value for name, value in folders.items()}, **options}
             words = [word for name, value in chosen.items() if value is not None for word in (f"--{name}", str(value)) if word]
             module = STORED if stored else STOCK
-            return runs.run(module, folder, words + frameworks.words_of(stored), processes, check)[0]
+            return frameworks.run(python, module, folder, words + frameworks.words_of(stored), processes, check)
 
         yield run
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import write_rows
+from tests.service.warm_python import WarmPython
 from tests.trainer_ext import framework_runs as frameworks
-from tests.trainer_ext.framework_runs import FOLDER, ROWS, STEPS, record, score_missing, words_of
+from tests.trainer_ext.framework_runs import ROWS, STEPS, record, score_missing, words_of
 
 STOCK, STORED = "swift.cli.rlhf", "reflogp.trainer.swift_process"
 PYTHON = frameworks.python_of("swift")
@@ -55,11 +56,11 @@ def train(environment, settings):
     """See frameworks.check_losses."""
     modules = ["swift.pipelines", "swift.pipelines.train.rlhf", "swift.rlhf_trainers", "peft", "reflogp.trainer"]
     modules += ["joblib", "swift.rlhf_trainers.dpo_trainer", "swift.rlhf_trainers.kto_trainer", "swift.callbacks"]
-    with closing(frameworks.Runs(PYTHON, FOLDER, [*modules, "transformers.models.llama.modeling_llama"], environment)) as runs:
+    with closing(WarmPython([*modules, "transformers.models.llama.modeling_llama"], str(PYTHON), environment)) as python:
 
         def run(folder: Path, options: dict[str, Any], stored: Any = None, processes: int = 1, check: bool = True) -> Any:
             given = words({**settings, "output_dir": folder / "out", **options}) + words_of(stored)
-            return runs.run(STORED if stored else STOCK, folder, given, processes, check)[0]
+            return frameworks.run(python, STORED if stored else STOCK, folder, given, processes, check)
 
         yield run
 

@@ -1,4 +1,4 @@
-"""Runs a module as `python -m` does, in a process of torchrun: `main(NOTES, MODULE, ARGUMENTS…)`.
+"""Runs a module as `python -m` does, in a process of torchrun: `run NOTES MODULE ARGUMENTS…`.
 
 Tests start these processes in the environments of `make setup-frameworks` (tests/trainer_ext/framework_runs.py). The torchaudio
 beside this file is on their path. This file knows nothing of reflogp.
@@ -49,3 +49,7 @@ def main(notes_folder: str, module: str, *arguments: str) -> None:
         notes = Path(notes_folder)
         notes.mkdir(parents=True, exist_ok=True)
         (notes / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
