@@ -107,7 +107,7 @@ def test_other_weights_are_refused_before_the_first_step(train, tokenizer, tmp_p
         ({"rl": "orpo"}, {}, "rl is orpo, but stored reference log-probs can be used only with"),
         ({"trainer_cls": "trl.DPOTrainer"}, {}, "trainer_cls trl.DPOTrainer does not use stored values"),
         ({"reflogp": None}, {}, "needs a section `reflogp:`"),
-        ({"context_parallel_size": 2}, {}, "context_parallel_size"),
+        ({"context_parallel_size": 2}, {}, "context_parallel_size above 1 splits sequences across processes"),
         ({}, {"stores": "./logps"}, "stores"),
         ({}, {"on_miss": "compute"}, "on_miss"),
         ({}, {"on_miss": "score"}, "on_miss='score' needs a running service"),
