@@ -80,8 +80,7 @@ class JobProgress:
         rows: number of rows read so far.
         sequences: total number of sequences; an estimate while the job runs, and 0 while unknown.
         done: number of finished sequences: hits, duplicates, scored sequences and failures.
-        hits: number of sequences whose values were in the store. While the job runs, hits include duplicates within the
-            dataset, and sequences that failed.
+        hits: number of sequences whose values were in the store.
         scored: number of sequences whose values were computed.
         bad_rows: number of rows read so far that have no values because of an error.
         tokens: number of prompt and completion tokens in the scored sequences.

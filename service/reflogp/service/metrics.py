@@ -20,8 +20,7 @@ class Metrics:
         self.lookup_keys = Counter("reflogp_lookup_keys", "Keys looked up.", ["found"], registry=registry)
         self.sequences = Counter(
             "reflogp_sequences",
-            "Sequences whose values were in the store or that occurred earlier in the same job (hit), and sequences that an"
-            " engine scored (scored).",
+            "Sequences whose values were in the store (hit), and sequences that an engine scored (scored).",
             ["way", "how"],
             registry=registry,
         )

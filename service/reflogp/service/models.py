@@ -143,11 +143,7 @@ class JobProgress(BaseModel):
         description="Number of finished sequences: those with values already in the store, duplicates, and those that were"
         " scored or failed.",
     )
-    hits: int = Field(
-        0,
-        description="Number of sequences whose values were already in the store. Until the job is done, this number also"
-        " includes duplicates within the dataset, and sequences that failed.",
-    )
+    hits: int = Field(0, description="Number of sequences whose values were already in the store.")
     scored: int = Field(0, description="Number of sequences that were scored.")
     bad_rows: int = Field(
         0, description="Number of rows that have failed so far. For each of them, the result has an error instead of values."

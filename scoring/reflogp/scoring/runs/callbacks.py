@@ -26,11 +26,12 @@ class ProgressCallbacks:
     def read(self, rows: int) -> None:
         """Report that `rows` rows have been read and tokenized so far."""
 
-    def advance(self, sequences: int, tokens: int) -> None:
+    def advance(self, sequences: int, tokens: int, hits: int = 0) -> None:
         """Report that further sequences are done; `sequences` is their number.
 
         `tokens` is the number of tokens that the engine processed for these sequences. It is 0 if the engine was not needed,
-        for example because the store already has the values, or if the sequences cannot be scored.
+        or if the sequences cannot be scored. `hits` is how many of them had values in the store when the run began; the
+        others without tokens are duplicates or failed.
         """
 
     def bad_row(self, row: int, problem: str) -> None:
@@ -77,7 +78,7 @@ class ProgressBar(BadRows):
         self._bar.total = sequences or None
         self._bar.refresh()
 
-    def advance(self, sequences: int, tokens: int) -> None:
+    def advance(self, sequences: int, tokens: int, hits: int = 0) -> None:
         self._tokens += tokens
         self._bar.set_postfix_str(f"{self._tokens:,} tokens" if self._tokens else "", refresh=False)
         self._bar.update(sequences)

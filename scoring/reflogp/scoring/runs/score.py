@@ -190,9 +190,10 @@ class _Run:
             if self._strict_engine is not None:
                 _refuse_other_engines(stored, usable, self._strict_engine)
             self._summary.sequences += len(usable)
-            self._summary.hits += int(hit_before[usable].sum())
+            hits = int(hit_before[usable].sum())
+            self._summary.hits += hits
             self._summary.duplicates += int((hit_now & ~hit_before)[usable].sum())
-            self._advance(int(hit_now[usable].sum()), 0)
+            self._advance(int(hit_now[usable].sum()), 0, hits)
             for at in usable[~hit_now[usable]]:
                 if self._is_new(keys[at].as_py(), int(rows[at])):
                     images = window.images[at] if window.images else None
@@ -266,9 +267,9 @@ class _Run:
             del self._waiting[miss.key]
         self._fresh = []
 
-    def _advance(self, sequences: int, tokens: int) -> None:
+    def _advance(self, sequences: int, tokens: int, hits: int = 0) -> None:
         if sequences:
-            self._watcher.advance(sequences, tokens)
+            self._watcher.advance(sequences, tokens, hits)
 
     def _bad_row(self, row: int, problem: str) -> None:
         if row in self._bad:

@@ -68,9 +68,9 @@ class Progress(ProgressCallbacks):
         self._read_at = time.monotonic()
         self._report()
 
-    def advance(self, sequences: int, tokens: int) -> None:
+    def advance(self, sequences: int, tokens: int, hits: int = 0) -> None:
         self._done += sequences
-        self._hits += 0 if tokens else sequences
+        self._hits += hits
         self._scored += sequences if tokens else 0
         self._tokens += tokens
         if tokens and self._scoring_since is None:
@@ -87,9 +87,8 @@ class Progress(ProgressCallbacks):
         self._report(committed=True)
 
     def finish(self, summary: ScoreSummary) -> None:
-        """Report the final counts, and the rate of the whole run. Duplicates within the dataset do not count toward `hits`."""
+        """Report the final counts, and the rate of the whole run."""
         self._sequences = self._done = summary.sequences
-        self._hits = summary.hits
         self._report(rate=summary.tokens_per_second)
 
     def _report(self, committed: bool = False, rate: float | None = None) -> None:
