@@ -187,6 +187,7 @@ def _cells(job: Job) -> dict[str, str]:
         "job": job.id,
         "state": job.state,
         "sequences": f"{job.progress.done:,} of {job.progress.sequences:,}" if job.progress.sequences else "",
+        "bad rows": f"{job.progress.bad_rows:,}" if job.progress.bad_rows else "",
         "submitted": _time(job.created_at),
         "by": job.submitted_by,
         "reference": job.settings.get("reference"),

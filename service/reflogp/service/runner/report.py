@@ -40,12 +40,13 @@ def main(connection: socket.socket, order: JobOrder) -> None:
 
 
 def _write(order: JobOrder) -> None:
-    snapshot, name = Store(order.context.store)[order.reference.reference_id].snapshot(), f"job {order.claim.id}"
-    asked = order.claim.settings
+    snapshot, asked = Store(order.context.store)[order.reference.reference_id].snapshot(), order.claim.settings
     settings = TrainerSettings(asked.max_length, asked.truncation_mode)  # the report shows plain sums, without ld_alpha
     with open_dataset(order, lambda: None) as (dataset, tokenizer):
-        collected, model = collect(dataset, "the dataset", snapshot, settings), order.reference.name
-        page = make_page(collected, dataset.only, tokenizer.load(), snapshot, settings, score="", data=name, model=model)
+        collected, data = collect(dataset, "the dataset", snapshot, settings), order.claim.source["name"]
+        page = make_page(
+            collected, dataset.only, tokenizer.load(), snapshot, settings, score="", data=data, model=asked.reference
+        )
     delete_oldest(order.context.tokens, order.context.max_tokens_bytes)
     with write_atomically(order.context.report(order.claim.id)) as partial:
         partial.write_bytes(page)
