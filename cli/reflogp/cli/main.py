@@ -27,7 +27,7 @@ from reflogp.cli.console import (
     out,
     print_json,
 )
-from reflogp.client.errors import NotAllowedError, RequestRefusedError
+from reflogp.client.errors import RequestRefusedError
 from reflogp.scoring.machine import growing_segments
 from reflogp.store import ReflogpError, UsageError
 from reflogp.store.texts import LineFormatter, visible
@@ -105,8 +105,6 @@ def _run() -> tuple[int, str | None]:
         return EXIT_INTERRUPTED, str(error)
     except ReflogpError as error:
         err.print(f"reflogp: {error}", style="red")
-        if isinstance(error, NotAllowedError) and error.status == 401:
-            err.print("pass a valid token with --token, or set REFLOGP_TOKEN")
         refused = isinstance(error, RequestRefusedError) and error.status in _BAD_REQUEST
         return EXIT_USAGE if refused or isinstance(error, UsageError) else EXIT_FAILED, str(error)
     except KeyboardInterrupt:

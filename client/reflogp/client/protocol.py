@@ -111,6 +111,8 @@ def error_of(response: httpx.Response) -> ServiceError:
     except (ValueError, KeyError, TypeError):
         detail, next_step = visible(f"{response.status_code} {response.reason_phrase}"), ""
     status = response.status_code
+    if status == 401:
+        next_step = "pass a valid token (--token on the command line, token= in Python), or set REFLOGP_TOKEN"
     if status >= 500 and "x-request-id" in response.headers:  # identifies the request in the service's log
         detail += f" (request {visible(response.headers['x-request-id'])})"
     kind = _ERRORS.get(status, ServiceFailedError if status >= 500 else RequestRefusedError)
