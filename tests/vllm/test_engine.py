@@ -1,29 +1,17 @@
 """The vLLM engine gives a plain float32 forward's values, whatever its prefix cache holds and whenever it ends."""
 
-import contextlib
-import os
-import signal
-import threading
-import time
-
 import numpy as np
-import psutil
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
 
 from reflogp.scoring.errors import EngineError, InvalidSequencesError
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from reflogp.scoring.vllm_engine import engine as vllm_engine
-from reflogp.store import UsageError
 from tests.conftest import plain_token_logps
-from tests.vllm.conftest import VLLM_PYTHON, load
+from tests.scoring.test_adapters import save_adapter
+from tests.vllm.conftest import load
 
 pytestmark = pytest.mark.vllm
-
-#: Pairs that are made to hit the guard.
-RANDOM_PAIRS = int(os.environ.get("REFLOGP_VLLM_PAIRS", "1000"))
 
 
 def differences(values, sequences, model):
@@ -71,7 +59,7 @@ def test_no_value_is_garbage_where_hits_reach_into_completions(engine, model, gu
     """Unguarded, every request reads the cache: what then comes back wrong is noticed and asked for again."""
     if not guarded:
         monkeypatch.setattr(vllm_engine, "may_read_cache", lambda ordered, block: [True] * len(ordered))
-    sequences = pairs_at_block_borders(RANDOM_PAIRS if guarded else 200, engine.vocab_size, 32)
+    sequences = pairs_at_block_borders(1000 if guarded else 200, engine.vocab_size, 32)
     before = engine.retries
     values = engine.score(sequences)
     expected = TorchEngine(model, "float32", compile_layers=False).score(sequences)
@@ -97,29 +85,6 @@ def test_what_cannot_be_scored_is_named(engine):
         next(engine.passes([good], temperature=0.7))
 
 
-def test_kill_9_of_vllm_in_the_middle_loses_nothing(engine, pairs, plain_model):
-    some = pairs[:300]
-    killed = threading.Event()
-
-    def kill():
-        processes = [child for child in psutil.Process().children() if "reflogp.scoring.vllm_engine.process" in child.cmdline()]
-        time.sleep(0.5)
-        for process in processes:
-            os.kill(process.pid, signal.SIGKILL)
-        killed.set()
-
-    values, stream, before = {}, engine.stream(some), engine.restarts
-    with contextlib.closing(stream):
-        values.update([next(stream)])
-        threading.Thread(target=kill).start()
-        values.update(stream)
-    assert killed.is_set()
-    # The kill may come between two passes' answers; a process that has ended is noticed at the next question at the latest.
-    values.update(enumerate(engine.score(some[:2])))
-    assert engine.restarts == before + 1
-    assert differences([values[at] for at in range(len(some))], some, plain_model).max() <= 1e-5
-
-
 def test_a_float32_head_is_what_bfloat16_is_compared_in(model, pairs, plain_model):
     """Errors of bfloat16 are rounding's, and no larger than the torch engine's own by more than a third."""
     some = pairs[:80]
@@ -136,25 +101,9 @@ def test_a_float32_head_is_what_bfloat16_is_compared_in(model, pairs, plain_mode
         other.close()
 
 
-@pytest.fixture
-def adapter_on(model, tmp_path):
-    def make(*targets):
-        base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        torch.manual_seed(4)
-        adapted = get_peft_model(base, LoraConfig(r=4, lora_alpha=16, target_modules=list(targets)))
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.3)
-        adapted.save_pretrained(tmp_path / "adapter")
-        return tmp_path / "adapter"
-
-    return make
-
-
-def test_an_adapter_is_scored_as_peft_runs_it(adapter_on, model, pairs, plain_model):
-    folder, some = adapter_on("q_proj", "v_proj", "down_proj"), pairs[:60]
-    expected = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), folder).eval()
-    other = load(folder)
+def test_an_adapter_is_scored_as_peft_runs_it(model, pairs, plain_model, tmp_path):
+    expected = save_adapter(model, tmp_path, target_modules=["q_proj", "v_proj", "down_proj"])
+    other, some = load(tmp_path), pairs[:60]
     try:
         values = other.score(some)
     finally:
@@ -163,20 +112,15 @@ def test_an_adapter_is_scored_as_peft_runs_it(adapter_on, model, pairs, plain_mo
     assert differences(values, some, plain_model).min() > 1e-2, "the adapter does something"
 
 
-def test_an_adapter_that_vllm_applies_wrongly_is_refused(adapter_on):
+def test_an_adapter_that_vllm_applies_wrongly_is_refused(model, tmp_path):
+    save_adapter(model, tmp_path, target_modules=["lm_head", "q_proj"])
     with pytest.raises(EngineError, match=r"lm_head.*, and vLLM would apply these changes incorrectly"):
-        load(adapter_on("lm_head", "q_proj"))
-
-
-def test_options_that_change_values_are_refused(model):
-    with pytest.raises(UsageError, match="kv_cache_dtype cannot be set"):
-        load(model, vllm_options={"kv_cache_dtype": "fp8"})
+        load(tmp_path)
 
 
 def test_what_stops_vllm_at_the_start_is_said(model):
     with pytest.raises(EngineError, match="vLLM cannot load the model"):
         load(model, vllm_options={"max_num_batched_tokens": -5})
-    assert VLLM_PYTHON.is_file()
 
 
 def test_the_most_probable_tokens_are_a_plain_forwards(model, pairs, plain_model):
