@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AutoModelForCausalLM
 
 from reflogp.scoring.torch_engine import TorchEngine, attention, cpu_attention
@@ -83,9 +84,8 @@ def by_formula(pack: Pack, call: Call) -> torch.Tensor:
         seen = torch.arange(len(path))[None] <= place
         if call.both_ways:
             is_image = pack.token_ids[branch.path] >= FIRST_IMAGE_ID
-            runs = torch.from_numpy(
-                np.where(is_image, np.cumsum(~is_image), -1)
-            )  # the same number within a run of image tokens
+            # the same number within a run of image tokens
+            runs = torch.from_numpy(np.where(is_image, np.cumsum(~is_image), -1))
             seen |= (runs[None] == runs[branch.shared :, None]) & (runs[None] >= 0)
         if call.window is not None:
             seen &= torch.arange(len(path))[None] > place - call.window
@@ -197,8 +197,6 @@ def test_flex_attention_gives_what_a_plain_forward_gives(name, tmp_path, monkeyp
 @pytest.mark.parametrize("window", [None, 400])
 def test_blocks_for_flex_attention_are_those_of_the_whole_mask(window, both_ways):
     """Computed block against block; here beside torch's own, which makes the (tokens, tokens) mask first."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
     random = np.random.default_rng(0)
     stems = [random.integers(0, 50, length).tolist() for length in (700, 300, 5)]
     stems[0][100:500] = range(FIRST_IMAGE_ID, FIRST_IMAGE_ID + 400)

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from reflogp.service.settings import ReferenceSettings
 from reflogp.store import UsageError, describe_reference
+from tests.scoring.test_engine import tokenized_pairs
 from tools.families import build
 from tools.fidelity import rms, some_pairs, trl_token_logps
 
@@ -106,8 +107,6 @@ def test_a_float32_head_is_outside_of_the_models_dtype(dtype, tmp_path):
 @pytest.mark.slow
 def test_values_are_those_of_trls_own_pass(reference_folder, pair_rows, tokenizer):
     """Of its fused head as well: padded batches of 8 pairs, as its precomputation runs under TRL's defaults."""
-    from tests.scoring.test_engine import tokenized_pairs
-
     sequences = tokenized_pairs(pair_rows[:32], tokenizer)
     theirs = trl_token_logps(reference_folder, sequences, autocast=torch.bfloat16)
     apart = {d: rms(TorchEngine(str(reference_folder), d).score(sequences), theirs) for d in ("bfloat16", "bfloat16-autocast")}

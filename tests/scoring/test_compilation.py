@@ -15,6 +15,8 @@ from reflogp.scoring.torch_engine import Sequence, TorchEngine, attention, compi
 from reflogp.scoring.torch_engine.attention import PackLayout
 from reflogp.scoring.torch_engine.load import in_memory
 from tests.scoring.test_attention import by_formula, error, some_call, some_pack
+from tests.scoring.test_engine import GQA
+from tools.families import VOCAB
 from tools.fidelity import some_pairs
 
 
@@ -39,21 +41,14 @@ def layers(monkeypatch) -> CompileCounterWithBackend:
     return counter
 
 
-@pytest.fixture
-def few_versions(monkeypatch):
-    monkeypatch.setattr(compilation, "MOST_VERSIONS", 2)
-    with torch._dynamo.config.patch(recompile_limit=2):
-        yield
-
-
 def qwen2(width: int):
-    sizes = {"vocab_size": 160, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 4096}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = tf.Qwen2Config(hidden_size=width, **sizes, **heads, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    config = tf.Qwen2Config(**{**GQA, "vocab_size": VOCAB, "hidden_size": width, "max_position_embeddings": 4096})
     return in_memory(tf.Qwen2ForCausalLM(config).to(torch.bfloat16))
 
 
-def test_a_size_too_many_is_said_to_be_uncompiled(layers, few_versions):
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_a_size_too_many_is_said_to_be_uncompiled(layers, monkeypatch):
+    monkeypatch.setattr(compilation, "MOST_VERSIONS", 2)
     for number in range(4):
         before = layers.frame_count
         with pytest.warns(UserWarning, match="runs without compiled layers") if number >= 2 else pytest.MonkeyPatch.context():
@@ -79,41 +74,21 @@ VARIANTS = [
 ]
 
 
-def compute(variant, pack, kernel) -> float:
-    """Compute by a kernel, and return its error."""
-    *shape, dtype, cap, window = variant
-    call = some_call(pack, *shape, shape[-1], window)
-    sides = {side: getattr(call, side).to(dtype) for side in ("query", "key", "value")}
-    call = dataclasses.replace(call, **sides, softcap=cap)
-    with torch.inference_mode():
-        found = kernel(PackLayout(pack, torch.device("cpu")), call)
-    return 0.0 if cap else error(found, by_formula(pack, call))
-
-
 def test_flex_attention_is_compiled_at_most_twice_for_each_variant_whatever_the_packs(monkeypatch):
     """A graph for each pack would take seconds each and, after eight, fall back to whole score matrices."""
     counter, random = CompileCounterWithBackend("eager"), np.random.default_rng(0)
     compiled = compilation.any_size(flex_attention, counter)
     monkeypatch.setattr(attention, "_compiled_flex", lambda device_type: compiled)
     for variant in VARIANTS:
+        *shape, dtype, cap, window = variant
         before = counter.frame_count
         for _ in range(5):
             lengths = random.integers(1, [4, 150, 60, 60]).tolist()
-            assert compute(variant, some_pack(*lengths[:2], tuple(lengths[2:])), attention.flex) <= 2e-3
+            pack = some_pack(*lengths[:2], tuple(lengths[2:]))
+            call = some_call(pack, *shape, shape[-1], window)
+            sides = {side: getattr(call, side).to(dtype) for side in ("query", "key", "value")}
+            call = dataclasses.replace(call, **sides, softcap=cap)
+            with torch.inference_mode():
+                found = attention.flex(PackLayout(pack, torch.device("cpu")), call)
+            assert cap or error(found, by_formula(pack, call)) <= 2e-3
         assert before < counter.frame_count <= before + 2, f"{variant} runs unfused, or is compiled too often"
-
-
-def test_a_flex_variant_too_many_is_refused_by_name(few_versions, monkeypatch):
-    compiled, pack = compilation.any_size(flex_attention, CompileCounterWithBackend("eager")), some_pack(1, 20, (17, 5))
-    monkeypatch.setattr(attention, "_compiled_flex", lambda device_type: compiled)
-    monkeypatch.setattr(attention, "choose_kernel", lambda call, refused: attention.flex)
-
-    def through_a_layer(layout, call):
-        sides = call.query, call.key, call.value
-        with attention.packed(layout):
-            return attention.packed_attention(torch.nn.Module(), *sides, None, call.scale, call.window, call.softcap)[0]
-
-    for variant in VARIANTS[:2]:
-        compute(variant, pack, attention.flex)
-    with pytest.raises(attention.KernelFailedError, match="flex: FailOnRecompileLimitHit"):
-        compute(VARIANTS[2], pack, through_a_layer)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from reflogp.scoring.torch_engine.load import in_memory
 from tests.conftest import largest_error, plain_token_logps
+from tests.scoring.test_engine import GQA
 from tools.families import FAMILIES, VOCAB, build
 from tools.fidelity import measure, some_pairs, spread_among_neighbours
 from tools.tiny_models import tiny_model
@@ -75,17 +76,7 @@ def test_a_value_does_not_depend_on_its_neighbours(name, dtype, spread, tmp_path
     assert spread_among_neighbours(TorchEngine(str(tmp_path), dtype, token_budget=600)) <= spread
 
 
-TINY = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-}
+TINY = {**GQA, "vocab_size": VOCAB, "max_position_embeddings": 64, "initializer_range": 0.3}
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.0] * 8, "long_factor": [9.0] * 8}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 SIGHT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}

@@ -81,11 +81,7 @@ FLASH_3 = (
 )
 KERNELS = {
     "torch 2.11": (torch_varlen, "_torch_varlen", installed(TORCH, of_torch_2_11)),
-    "torch 2.13": (
-        torch_varlen,
-        "_torch_varlen",
-        installed(TORCH_2_13, of_torch_2_13),
-    ),
+    "torch 2.13": (torch_varlen, "_torch_varlen", installed(TORCH_2_13, of_torch_2_13)),
     "flash-attn 2": (flash_varlen, "_flash_varlen", installed(FLASH_2, of_flash)),
     "flash-attn 3": (flash3_varlen, "_flash3_varlen", installed(FLASH_3, of_flash)),
 }

@@ -14,19 +14,11 @@ from reflogp.scoring.torch_engine import Sequence, TorchEngine, attention, selfc
 from reflogp.scoring.torch_engine import head as head_module
 from reflogp.scoring.torch_engine.load import in_memory
 from tests.conftest import largest_error, plain_token_logps
+from tests.scoring.test_engine import GQA
 from tools.families import VOCAB, build
 from tools.fidelity import rms, some_pairs
 
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "pad_token_id": 0,
-}
+SIZES = {**GQA, "vocab_size": VOCAB, "max_position_embeddings": 4096}
 
 
 def llama(cls=tf.LlamaForCausalLM):
