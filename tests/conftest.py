@@ -42,7 +42,7 @@ LONGEST = (
     "benchmarks/test_gpu",
     "examples/test_examples",
     "docs/test_blocks",
-    "docs/test_reference",
+    "docs/test_api_reference",
     "cli/test_online_scores",
     "service/test_reader",
     "store/test_stress",

@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-import yaml
-
 from tests.conftest import REPOSITORY
 
 _FENCE = re.compile(r"( *)```(\S*)\s*$")
@@ -17,17 +15,11 @@ _FENCE = re.compile(r"( *)```(\S*)\s*$")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block.
+    """A fenced block."""
 
-    Attributes:
-        page: its page, as the repository names it.
-        line: of its opening fence, from 1.
-        language: what stands behind the fence; empty where nothing does.
-    """
-
-    page: str
-    line: int
-    language: str
+    page: str  # as the repository names it
+    line: int  # of its opening fence, from 1
+    language: str  # what stands behind the fence; empty where nothing does
     text: str
 
     def __str__(self) -> str:
@@ -36,16 +28,9 @@ class Block:
 
 def pages() -> list[str]:
     """README.md, the site's pages in the order of its navigation, any other below docs/, CONTRIBUTING.md."""
-    navigation = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
-    ordered = [f"docs/{name}" for name in _names(navigation)]
-    there = sorted(str(file.relative_to(REPOSITORY)) for file in (REPOSITORY / "docs").rglob("*.md"))
-    return ["README.md", *ordered, *(page for page in there if page not in ordered), "CONTRIBUTING.md"]
-
-
-def _names(entry: object) -> list[str]:
-    if isinstance(entry, str):
-        return [entry]
-    return [name for part in (entry.values() if isinstance(entry, dict) else entry) for name in _names(part)]
+    navigation = re.findall(r": (\S+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    there = sorted(str(file.relative_to(REPOSITORY / "docs")) for file in (REPOSITORY / "docs").rglob("*.md"))
+    return ["README.md", *(f"docs/{name}" for name in dict.fromkeys([*navigation, *there])), "CONTRIBUTING.md"]
 
 
 def blocks_of(page: str) -> list[Block]:

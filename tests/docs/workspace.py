@@ -8,7 +8,6 @@ parsed as far as it can be: see `parse`.
 from __future__ import annotations
 
 import ast
-import configparser
 import doctest
 import json
 import os
@@ -19,9 +18,7 @@ import subprocess
 import sys
 import tomllib
 from contextlib import redirect_stdout
-from importlib.util import find_spec
 from io import StringIO
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -51,13 +48,8 @@ _SHORT_OF = {
     "OnlineDPOConfig": _SHORT + "max_new_tokens=8, ",
 }
 _CONFIG = re.compile(r"\b((?:DPO|KTO|RLOO|GRPO|OnlineDPO)Config)\(")
-_OURS = re.compile(r"reflogp\.\w+")
-#: Modules that start a framework's training.
-_FRAMEWORK = re.compile(r"reflogp\.trainer\.\w+$")
-
-
-#: Programs of which lines are only named.
-_OF_OTHERS = ("deepspeed", "llamafactory-cli", "swift", "axolotl", "lm_eval", "sky", "ssh", "export", "umask")
+#: Files and folders of the repository that a command names.
+_FILE = re.compile(r"(benchmarks|docker|examples|tests)/")
 
 
 class Workspace:
@@ -167,57 +159,30 @@ def lines_of(block: Block) -> list[str]:
 
 
 def parse(line: str) -> None:
-    """Check a line of a sh block that cannot run here: names, arguments and options, as its program reads them.
+    """Check a line of a sh block that cannot run here: our commands and options, and files of the repository that it names.
 
     Raises what the program's own parser raises, or AssertionError.
     """
     words, _ = _redirected(shlex.split(line, comments=True))
-    while re.match(r"[A-Z_]+=", words[0]):
-        words = words[1:]
+    for word in words:
+        assert not _FILE.match(word) or (REPOSITORY / word).exists(), f"there is no {word}"
     match words:
-        case ["reflogp", *arguments]:
+        case [program, *arguments] if Path(program).name == "reflogp":
             parse_reflogp(arguments)
+        case ["docker", "run", *_, "reflogp:cpu"]:
+            pass
+        case ["docker", "run", *options] if "reflogp:cpu" in options:
+            parse_reflogp(options[options.index("reflogp:cpu") + 1 :])
+        case ["deepspeed", "--module", module, *arguments] | ["python", "-m", module, *arguments] if "reflogp" in module:
+            assert (REPOSITORY / "trainer_ext" / f"{module.replace('.', '/')}.py").is_file(), f"there is no module {module}"
+            read_options(module, arguments, "")
         case ["make", target]:
             subprocess.run(["make", "--dry-run", target], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
         case [pip, "install", *requirements] if Path(pip).name == "pip":
-            for text in requirements:
-                _check_requirement(Requirement(text))
-        case ["ray", name, *arguments]:
-            from ray.scripts.scripts import cli
-
-            cli.commands[name].make_context(name, arguments)
-        case ["deepspeed", "--module", module, *arguments] | ["python", "-m", module, *arguments] if _FRAMEWORK.match(module):
-            assert _source(REPOSITORY / "trainer_ext" / module.replace(".", "/")), f"there is no module {module}"
-            read_options(module, arguments, "")
-        case ["kubectl", *arguments]:
-            _check_files(arguments)
-        case ["sbatch", *arguments]:
-            script = next(word for word in arguments if not word.startswith("-"))
-            assert (REPOSITORY / script).is_file(), f"there is no {script}"
-        case ["sky", "launch", "-c", _, file, *options]:
-            _check_sky(file, options)
-        case ["python", "-m", module, *_]:
-            assert find_spec(module), f"there is no module {module}"
-        case ["python", script]:
-            assert (REPOSITORY / script).is_file(), f"there is no {script}"
-        case ["docker", *arguments]:
-            _check_docker(arguments)
-        case [program, *_] if Path(program).name in _OF_OTHERS or program.startswith(".venv-"):
-            pass  # commands of others, beside ours
-        case _:
-            raise AssertionError(f"nothing here parses {words[0]!r}")
-
-
-def _check_sky(file: str, options: list[str]) -> None:
-    """What `sky launch` gets is declared in the task's file, and what the file leaves open is given."""
-    declared = yaml.safe_load((REPOSITORY / file).read_text(encoding="utf-8"))
-    given = dict.fromkeys(("envs", "secrets"), frozenset[str]())
-    for option, value in zip(options[::2], options[1::2], strict=True):
-        kind = {"--env": "envs", "--secret": "secrets"}[option]
-        given[kind] |= {value.partition("=")[0]}
-    for kind, names in given.items():
-        assert names <= declared[kind].keys(), f"{file} has no {names - declared[kind].keys()}"
-        assert names >= {name for name, value in declared[kind].items() if value is None}, f"{kind} of {file}"
+            project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+            for requirement in map(Requirement, requirements):
+                known = requirement.extras <= project["optional-dependencies"].keys()
+                assert requirement.name == "reflogp" and known, requirement
 
 
 def parse_reflogp(arguments: list[str]) -> None:
@@ -233,53 +198,27 @@ def parse_reflogp(arguments: list[str]) -> None:
 
 
 def parse_python(block: Block) -> None:
-    """Compile it, and look up what it takes from reflogp."""
+    """Parse it, and import what it imports from reflogp."""
     for node in ast.walk(ast.parse(block.text)):
-        if isinstance(node, ast.ImportFrom) and node.module and _OURS.match(node.module):
-            namespace, *inner = node.module.split(".")
-            found = find_spec(namespace)
-            assert found is not None and found.submodule_search_locations
-            [file] = [file for place in found.submodule_search_locations if (file := _source(Path(place, *inner))) is not None]
-            names = set(re.findall(r"\w+", file.read_text(encoding="utf-8")))
-            assert names.issuperset(alias.name for alias in node.names), f"{block}: {node.module} lacks a name"
-
-
-def _source(module: Path) -> Path | None:
-    """The file of a module or package, where it is there."""
-    files = (module / "__init__.py", module.with_suffix(".py"))
-    return next((file for file in files if file.is_file()), None)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("reflogp"):
+            exec(ast.unparse(node), {})
 
 
 def parse_ini(block: Block) -> None:
     """A systemd unit: its command is parsed."""
-    unit = configparser.ConfigParser(interpolation=None)
-    unit.optionxform = str  # type: ignore[assignment, method-assign]
-    unit.read_string(block.text)
-    program, *arguments = shlex.split(unit["Service"]["ExecStart"])
-    assert Path(program).name == "reflogp", program
-    parse_reflogp(arguments)
+    [command] = re.findall(r"^ExecStart=(.*)$", block.text, re.MULTILINE)
+    parse(command)
 
 
 def parse_yaml(block: Block) -> None:
-    """A part of axolotl's file: the plugin's class is in the module that is named, and the settings are its own. Or one of
-    Compose's: its services are ours, and its variables are settings.
-    """
+    """A part of axolotl's file, whose classes of reflogp are there, or of Compose's, whose variables are settings."""
     settings = yaml.safe_load(block.text)
-    if "services" in settings:
-        ours = yaml.safe_load((REPOSITORY / "docker" / "compose.yaml").read_text(encoding="utf-8"))["services"]
-        for name, service in settings["services"].items():
-            assert name in ours, name
-            for variable in service["environment"]:
-                assert variable.removeprefix("REFLOGP_").lower() in ServerSettings.model_fields, variable
-        return
-    [plugin] = settings["plugins"]
-    if plugin == "axolotl.integrations.kd.KDPlugin":  # axolotl's own: it reads a column that the export writes
-        assert settings["datasets"][0]["logprobs_field"] == "logprobs"
-        return
-    module, _, name = plugin.rpartition(".")
-    file = _source(REPOSITORY / "trainer_ext" / module.replace(".", "/"))
-    assert file is not None and name in file.read_text(encoding="utf-8"), f"there is no {plugin}"
-    Options(**settings["reflogp"])
+    Options(**settings.get("reflogp", {"store": ""}))
+    source = (REPOSITORY / "trainer_ext" / "reflogp" / "trainer" / "axolotl.py").read_text(encoding="utf-8")
+    for name in re.findall(r"\bStored\w+", block.text):
+        assert f"class {name}(" in source, name
+    for name in re.findall(r"\bREFLOGP_\w+", block.text):
+        assert name.removeprefix("REFLOGP_").lower() in ServerSettings.model_fields, name
 
 
 def _reflogp(arguments: list[str]) -> str:
@@ -301,23 +240,3 @@ def _reflogp(arguments: list[str]) -> str:
 def _redirected(words: list[str]) -> tuple[list[str], str | None]:
     """(the command, the file that its output goes to)."""
     return (words[:-2], words[-1]) if words[-2:-1] == [">"] else (words, None)
-
-
-def _check_requirement(requirement: Requirement) -> None:
-    assert requirement.name == "reflogp", requirement
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    unknown = requirement.extras - project["optional-dependencies"].keys()
-    assert not unknown, f"there is no extra {unknown}"
-
-
-def _check_docker(words: list[str]) -> None:
-    """The files that -f names are there, and what the image is given is a command."""
-    _check_files(words)
-    if words[0] == "run" and "reflogp:cpu" in words and (arguments := words[words.index("reflogp:cpu") + 1 :]):
-        parse_reflogp(arguments)
-
-
-def _check_files(words: list[str]) -> None:
-    """The files that -f names are there."""
-    for flag, name in pairwise(words):
-        assert flag != "-f" or (REPOSITORY / name).is_file(), f"there is no {name}"
