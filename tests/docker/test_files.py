@@ -8,10 +8,10 @@ import stat
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
-import pyarrow.fs as pafs
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
@@ -19,35 +19,40 @@ from prometheus_client.parser import text_string_to_metric_families
 from docker.start import secret, with_own_tokens
 from reflogp.client import Client
 from reflogp.service.settings import ServerSettings
+from reflogp.store import Store
 from tests.conftest import REPOSITORY
 from tests.service.serving import running
-from tests.store.s3 import s3_server
+from tests.store.rows import REFERENCE
+from tests.store.s3 import environment_of, s3_server
 
 DOCKER = REPOSITORY / "docker"
 COMPOSE = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+DASHBOARD = json.loads((DOCKER / "grafana" / "dashboards" / "reflogp.json").read_text())
 #: Where workers run is fixed by the image, and so is where it listens and where its state lies.
 FIXED = {"state", "host", "port"}
 
 
-def run(script: str, **environment: str) -> subprocess.CompletedProcess:
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run a script of docker/ with its arguments."""
     return subprocess.run(
-        [sys.executable, DOCKER / script], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
+        [sys.executable, *command], cwd=DOCKER, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
     )
 
 
+def content(file: str) -> str:
+    return (DOCKER / file).read_text()
+
+
 def test_a_secret_is_made_once(tmp_path):
-    start, made = threading.Barrier(8), []
+    start = threading.Barrier(8)
 
-    def make() -> None:
+    def make(_) -> str:
         start.wait()
-        made.append(secret(tmp_path / "token"))
+        return secret(tmp_path / "token")
 
-    threads = [threading.Thread(target=make) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(made)) == 1 and len(made) == 8 and len(made[0]) > 40
+    with ThreadPoolExecutor(8) as threads:
+        [made] = set(threads.map(make, range(8)))
+    assert len(made) > 40
     assert [file.name for file in tmp_path.iterdir()] == ["token"]
     assert stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o444
 
@@ -76,34 +81,20 @@ def test_the_demo_client_finds_what_it_uses():
 
 
 def test_tokens_that_are_no_list_are_said_to_be_none():
-    told = subprocess.run(
-        [sys.executable, DOCKER / "start.py", "serve"],
-        env={**os.environ, "REFLOGP_TOKENS": "abc"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    told = run("start.py", "serve", REFLOGP_TOKENS="abc")
     assert told.returncode == 1 and told.stderr.startswith("REFLOGP_TOKENS: Expecting value")
 
 
 def test_the_bucket_is_made_and_found_again(tmp_path):
     (tmp_path / "key").write_text("not-a-secret")
     with s3_server() as reached:
-        environment = {
-            **{name: reached[name] for name in ("AWS_ENDPOINT_URL", "AWS_REGION", "AWS_ACCESS_KEY_ID")},
-            "AWS_SECRET_ACCESS_KEY_FILE": str(tmp_path / "key"),
-            "REFLOGP_STORE": "s3://made-here/logps",
-        }
+        environment = reached | {"AWS_SECRET_ACCESS_KEY_FILE": str(tmp_path / "key"), "REFLOGP_STORE": "s3://made-here/logps"}
+        del environment["AWS_SECRET_ACCESS_KEY"]
         for said in ("created", "already exists"):
             done = run("make_bucket.py", **environment)
             assert (done.returncode, done.stdout) == (0, f"bucket made-here: {said}\n"), done.stderr
-        server = pafs.S3FileSystem(
-            access_key="tester",
-            secret_key="not-a-secret",
-            scheme="http",
-            endpoint_override=reached["AWS_ENDPOINT_URL"].removeprefix("http://"),
-        )
-        assert server.get_file_info("made-here").type == pafs.FileType.Directory
+        with environment_of(reached):
+            Store("s3://made-here/logps").create_table(REFERENCE)
         done = run("make_bucket.py", **{**environment, "REFLOGP_STORE": "/store"})
         assert done.returncode == 1 and "use the form s3://BUCKET/FOLDER" in done.stderr
 
@@ -124,15 +115,15 @@ def test_health_check_panels_and_labels_of_a_service_that_works(tmp_path, pairs_
         exported = labels_by_sample(httpx.get(f"{service.url}/metrics").text)
     refused = run("healthy.py", REFLOGP_PORT=port)
     assert refused.returncode == 1 and "does not respond" in refused.stderr
-    dashboard = json.loads((DOCKER / "grafana" / "dashboards" / "reflogp.json").read_text())
-    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    assert {name for expression in asked for name in re.findall(r"reflogp_\w+", expression)} <= exported.keys()
-    for expression in asked:
-        known = set().union(*(exported[name] for name in re.findall(r"reflogp_\w+", expression)))
-        used = re.findall(r"by \(([^)]*)\)", expression) + re.findall(r"[{,](\w+)[=!]", expression)
-        assert {label.strip() for group in used for label in group.split(",")} <= known, expression
+    asked = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
     in_family = re.compile(r"_(bucket|count|sum)$")
-    shown = {in_family.sub("", name) for expression in asked for name in re.findall(r"reflogp_\w+", expression)}
+    shown = set()
+    for expression in asked:
+        names = re.findall(r"reflogp_\w+", expression)
+        shown |= {in_family.sub("", name) for name in names}
+        used = re.findall(r"by \(([^)]*)\)", expression) + re.findall(r"[{,](\w+)[=!]", expression)
+        known = set().union(*(exported[name] for name in names))
+        assert {label.strip() for group in used for label in group.split(",")} <= known, expression
     assert shown == {in_family.sub("", name) for name in exported}  # nothing is left out
 
 
@@ -147,12 +138,10 @@ def labels_by_sample(text: str) -> dict[str, set[str]]:
 
 
 def test_panels_ask_the_data_source_that_is_provisioned():
-    provisioned = yaml.safe_load((DOCKER / "grafana" / "provisioning" / "datasources" / "prometheus.yaml").read_text())
-    [source] = provisioned["datasources"]
-    dashboard = json.loads((DOCKER / "grafana" / "dashboards" / "reflogp.json").read_text())
-    assert {panel["datasource"]["uid"] for panel in dashboard["panels"]} == {source["uid"]}
+    [source] = yaml.safe_load(content("grafana/provisioning/datasources/prometheus.yaml"))["datasources"]
+    assert {panel["datasource"]["uid"] for panel in DASHBOARD["panels"]} == {source["uid"]}
     assert source["url"] == "http://prometheus:9090" and "prometheus" in COMPOSE["services"]
-    [scrape] = yaml.safe_load((DOCKER / "prometheus" / "prometheus.yaml").read_text())["scrape_configs"]
+    [scrape] = yaml.safe_load(content("prometheus/prometheus.yaml"))["scrape_configs"]
     [where] = scrape["dns_sd_configs"]
     for name in ("reflogp", "reflogp-gpu"):
         assert COMPOSE["services"][name]["networks"]["default"]["aliases"] == where["names"]
@@ -174,14 +163,12 @@ def test_everything_is_pinned_confined_and_on_loopback_only():
         assert service["security_opt"] == ["no-new-privileges:true"]
         assert name == "s3" or (service["read_only"] and service["cap_drop"] == ["ALL"])
         assert all(re.sub(r"\$\{\w+:-([^}]+)\}", r"\1", port).startswith("127.0.0.1:") for port in service.get("ports", []))
-    lines = (DOCKER / "Dockerfile").read_text().splitlines()
-    assert "USER 10001:10001" in lines and all(
-        line.split()[1] in ("root", "10001:10001") for line in lines if line[:5] == "USER "
-    )
+    users = re.findall(r"^USER (\S+)", content("Dockerfile"), re.M)
+    assert "10001:10001" in users and set(users) <= {"root", "10001:10001"}
 
 
 def test_environment_files_speak_of_the_same_project():
-    files = {name: dict(re.findall(r"^(\w+)=(.*)$", (DOCKER / name).read_text(), re.M)) for name in (".env", "s3.env")}
+    files = {name: dict(re.findall(r"^(\w+)=(.*)$", content(name), re.M)) for name in (".env", "s3.env")}
     assert files[".env"]["COMPOSE_PROJECT_NAME"] == files["s3.env"].pop("COMPOSE_PROJECT_NAME")
     taken = {name.split("=")[0] for name in COMPOSE["x-settings"]}
     assert files["s3.env"].keys() <= taken

@@ -8,12 +8,10 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import time
 
 import httpx
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -21,15 +19,12 @@ from transformers import AutoModelForCausalLM
 
 from reflogp.client import Client
 from tests.conftest import REPOSITORY, plain_token_logps, write_rows
+from tests.service.serving import token_rows, wait_for, wait_until
+from tests.vllm.serving import free_port
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(3600)]
 #: Builds fetch libraries; a start makes a model, on a machine that may be busy.
 BUILD_SECONDS, START_SECONDS = 3000, 600
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
 
 
 class Project:
@@ -60,19 +55,13 @@ class Project:
     def up(self) -> None:
         """Start, and wait until it is ready."""
         self.compose("up", "--detach", "--no-build", timeout=START_SECONDS)
-        stop = time.monotonic() + START_SECONDS
-        while inspected(self.container())["State"]["Health"]["Status"] != "healthy":
-            assert time.monotonic() < stop, self.log()
-            time.sleep(0.2)
+        wait_until(lambda: inspected(self.container())["State"]["Health"]["Status"] == "healthy", START_SECONDS)
 
-    def token(self) -> str:
-        return self.compose("exec", "-T", "reflogp", "cat", "/secrets/service/token").strip()
+    def token(self, name: str) -> str:
+        return self.compose("exec", "-T", "reflogp", "cat", f"/secrets/{name}/token").strip()
 
     def client(self) -> Client:
-        return Client(self.url, self.token())
-
-    def log(self) -> str:
-        return self.compose("logs", "--no-color", check=False)[-8000:]
+        return Client(self.url, self.token("service"))
 
 
 def docker(*arguments: str) -> str:
@@ -84,15 +73,6 @@ def docker(*arguments: str) -> str:
 
 def inspected(container: str) -> dict:
     return json.loads(docker("inspect", container))[0]
-
-
-def token_rows(count: int, seed: int, length: int = 60) -> list[dict]:
-    """Rows of random token ids: no two alike."""
-    draw = np.random.default_rng(seed)
-    return [
-        {side: draw.integers(10, 900, length).tolist() for side in ("prompt_ids", "chosen_ids", "rejected_ids")}
-        for _ in range(count)
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +89,7 @@ def project():
 @pytest.fixture(scope="module")
 def started(project, tmp_path_factory, request):
     """Started for the first time, one row scored; prints how long that takes, and the image's size."""
-    file = write_rows(tmp_path_factory.mktemp("first") / "row.jsonl", token_rows(1, seed=0))
+    file = write_rows(tmp_path_factory.mktemp("first") / "row.jsonl", token_rows(1, seed=0, length=60))
     begun = time.monotonic()
     project.up()
     ready = time.monotonic() - begun
@@ -128,8 +108,7 @@ def test_callers_need_a_token(started):
     assert httpx.get(f"{started.url}/readyz").status_code == 200
     for path in ("/v1/references", "/metrics"):
         assert httpx.get(started.url + path).status_code == 401
-    token = started.compose("exec", "-T", "reflogp", "cat", "/secrets/monitoring/token").strip()
-    bearer = {"authorization": f"Bearer {token}"}
+    bearer = {"authorization": f"Bearer {started.token('monitoring')}"}
     assert "reflogp_workers_ready" in httpx.get(f"{started.url}/metrics", headers=bearer).text
     assert httpx.post(f"{started.url}/v1/jobs", headers=bearer, json={}).status_code == 403
 
@@ -150,21 +129,16 @@ def test_no_layer_has_a_secret_or_what_a_build_needed(started):
     said = docker("history", "--no-trunc", "--format", "{{.CreatedBy}}", image) + docker("image", "inspect", image)
     for name in ("PIP_CERT", "PIP_INDEX_URL", "TORCH_INDEX_URL", "TOKEN", "PASSWORD", "SECRET"):
         assert name not in said
-    found = started.compose(
-        "exec", "-T", "reflogp", "find", "/opt", "/build", "/cache", "-name", "ca-certificates.crt", check=False
-    )
-    assert not found.strip()
+    certificates = ("find", "/opt", "/build", "/cache", "-name", "ca-certificates.crt")
+    assert not started.compose("exec", "-T", "reflogp", *certificates, check=False).strip()
     assert docker("run", "--rm", "--entrypoint", "find", image, "/secrets", "/store", "/state", "-type", "f") == ""
 
 
 def test_a_job_survives_a_kill_of_the_container(started, tmp_path):
-    rows = token_rows(6_000, seed=1)
+    rows = token_rows(6_000, seed=1, length=60)
     with started.client() as client:
         job = client.submit(write_rows(tmp_path / "rows.jsonl", rows), "demo").id
-        stop = time.monotonic() + 300
-        while client.job(job).progress.scored < 500:
-            assert time.monotonic() < stop, started.log()
-            time.sleep(0.1)
+        wait_for(client, job, lambda found: found.progress.scored >= 500)
         time.sleep(6)  # values are committed every five seconds
         assert client.job(job).state == "running"
     container = started.container()
@@ -188,16 +162,12 @@ def test_a_job_survives_a_kill_of_the_container(started, tmp_path):
 
 def test_sigterm_commits_what_a_job_has(started, tmp_path):
     with started.client() as client:
-        job = client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(2000, seed=2)), "demo").id
-        stop = time.monotonic() + 300
-        while client.job(job).progress.scored < 200:
-            assert time.monotonic() < stop, started.log()
-            time.sleep(0.1)
-        scored = client.job(job).progress.scored
+        job = client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(2000, seed=2, length=60)), "demo").id
+        scored = wait_for(client, job, lambda found: found.progress.scored >= 200).progress.scored
     container = started.container()
     started.compose("stop", timeout=120)
     state = inspected(container)["State"]
-    assert state["ExitCode"] == 143, started.log()  # by the SIGTERM; 137 would be the engine's kill after stop_grace_period
+    assert state["ExitCode"] == 143  # by the SIGTERM; 137 would be the engine's kill after stop_grace_period
     assert "Application shutdown complete" in docker("logs", "--tail", "5", container)
     started.up()
     with started.client() as client:
