@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,60 +26,50 @@ CLUSTERS = REPOSITORY / "examples" / "clusters"
 RELEASES = ("1.31", "1.37")
 #: What the image (docker/Dockerfile, docker/start.py) writes to and reads.
 IMAGE_FOLDERS = {"/store", "/state", "/cache", "/models", "/tmp", "/secrets/service", "/secrets/monitoring"}
+DOCUMENTS: list[dict[str, Any]] = list(yaml.safe_load_all((CLUSTERS / "kubernetes.yaml").read_text(encoding="utf-8")))
 
 
-def documents() -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all((CLUSTERS / "kubernetes.yaml").read_text(encoding="utf-8")))
+def of_kind(kind: str) -> list[dict[str, Any]]:
+    return [document for document in DOCUMENTS if document["kind"] == kind]
 
 
-def deployment() -> dict[str, Any]:
-    [found] = [document for document in documents() if document["kind"] == "Deployment"]
-    return found["spec"]["template"]["spec"]
+[PODS] = [document["spec"]["template"] for document in of_kind("Deployment")]
+[CONTAINER] = PODS["spec"]["containers"]
 
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_manifests_are_what_kubernetes_takes(release):
-    for document in documents():
+    for document in DOCUMENTS:
         validate(document, release, strict=True)
 
 
 def test_what_the_manifests_name_exists():
-    pod = deployment()
-    [container] = pod["containers"]
-    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-    assert set(mounts.values()) >= IMAGE_FOLDERS
-    assert set(mounts) == {volume["name"] for volume in pod["volumes"]}
-    claims = {document["metadata"]["name"] for document in documents() if document["kind"] == "PersistentVolumeClaim"}
-    assert {
-        volume["persistentVolumeClaim"]["claimName"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume
-    } == claims
-    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    [service] = [document for document in documents() if document["kind"] == "Service"]
-    assert all(port["targetPort"] in ports for port in service["spec"]["ports"])
-    assert {container[probe]["httpGet"]["port"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")} <= set(ports)
+    mounts = {mount["name"]: mount["mountPath"] for mount in CONTAINER["volumeMounts"]}
+    volumes = {volume["name"]: volume.get("persistentVolumeClaim", {}).get("claimName") for volume in PODS["spec"]["volumes"]}
+    assert set(mounts.values()) >= IMAGE_FOLDERS and mounts.keys() == volumes.keys()
+    assert set(filter(None, volumes.values())) == {claim["metadata"]["name"] for claim in of_kind("PersistentVolumeClaim")}
+    ports = {port["name"]: port["containerPort"] for port in CONTAINER["ports"]}
     assert "REFLOGP_PORT=8311" in (REPOSITORY / "docker" / "Dockerfile").read_text() and ports == {"http": 8311}
-    [pods] = [document["spec"]["template"] for document in documents() if document["kind"] == "Deployment"]
-    assert service["spec"]["selector"] == pods["metadata"]["labels"]
+    [service] = of_kind("Service")
+    probes = [CONTAINER[probe]["httpGet"]["port"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")]
+    assert {*probes, *(port["targetPort"] for port in service["spec"]["ports"])} <= ports.keys()
+    assert service["spec"]["selector"] == PODS["metadata"]["labels"]
 
 
 def test_a_service_named_reflogp_sets_no_setting(monkeypatch):
     """Kubernetes gives pods REFLOGP_PORT=tcp://… for it, unless the pod says not to."""
-    assert deployment()["enableServiceLinks"] is False
+    assert PODS["spec"]["enableServiceLinks"] is False
     monkeypatch.setenv("REFLOGP_PORT", "tcp://10.0.0.1:8311")
     with pytest.raises(ValueError, match="port"):
         ServerSettings()
 
 
 def test_the_manifests_settings_are_settings_of_the_service(monkeypatch):
-    [container] = deployment()["containers"]
-    given = {entry["name"]: entry["value"] for entry in container["env"]}
-    names = {name.removeprefix("REFLOGP_").lower() for name in given}
-    assert names <= set(ServerSettings.model_fields)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
+    for entry in CONTAINER["env"]:
+        assert entry["name"].removeprefix("REFLOGP_").lower() in ServerSettings.model_fields
+        monkeypatch.setenv(entry["name"], entry["value"])
     settings = ServerSettings()
-    assert settings.references["sft"].model == "/models/sft"
-    assert str(settings.store) == "/store"
+    assert (settings.references["sft"].model, str(settings.store)) == ("/models/sft", "/store")
 
 
 TRAIN = """
@@ -94,55 +83,39 @@ sys.exit(int(sys.argv[1]))
 """
 
 
-def environment(folder: Path) -> dict[str, str]:
-    path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {
-        **os.environ,
-        "PATH": path,
-        "OMP_NUM_THREADS": "1",
-        "REFLOGP_CACHE_DIR": str(folder / "cache"),
-    }
+def run(script: str, *words: object, seconds: float, folder: Path, **environment: str) -> subprocess.CompletedProcess:
+    """Run a script where programs in `folder` are found first."""
+    own = {"PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    command, given = [CLUSTERS / script, *map(str, words)], {**os.environ, **own, **environment}
+    return subprocess.run(command, env=given, capture_output=True, text=True, timeout=seconds, check=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("status", [0, 3])
 def test_a_service_beside_a_training_run(status, reference_folder, tmp_path):
     """The run finds the service and its token, has the other GPUs, and gives the job its exit status; nothing is left."""
-    found = {
-        **environment(tmp_path),
-        "REFLOGP_STORE": str(tmp_path / "logps"),
-        "REFLOGP_DTYPE": "float32",
-        "CUDA_VISIBLE_DEVICES": "",
-        "TMPDIR": str(tmp_path),
-        "REFLOGP_ON_CPU": "1",
-    }
-    command = [str(CLUSTERS / "slurm-service.sh"), str(reference_folder), sys.executable, "-c", TRAIN, str(status)]
-    done = subprocess.run(command, env=found, capture_output=True, text=True, timeout=300, check=False)
+    on_cpu = {"REFLOGP_ON_CPU": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
+    settings = {"REFLOGP_STORE": f"{tmp_path}/logps", "REFLOGP_DTYPE": "float32"}
+    words = (reference_folder, sys.executable, "-c", TRAIN, status)
+    done = run("slurm-service.sh", *words, seconds=300, folder=tmp_path, **on_cpu, **settings)
     assert done.returncode == status, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == {"values": 2, "gpus": "", "kept": []}
     assert not list(tmp_path.glob("tmp.*"))
-    assert not [
-        process for process in psutil.process_iter(["cmdline"]) if f"{tmp_path}/logps" in (process.info["cmdline"] or [])
-    ]
+    commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    assert not any(f"{tmp_path}/logps" in command for command in commands)
 
 
 @pytest.mark.slow
 def test_a_service_that_cannot_start_ends_the_job_with_its_log(tmp_path):
-    command = [str(CLUSTERS / "slurm-service.sh"), str(tmp_path / "no-model"), "true"]
-    done = subprocess.run(
-        command, env={**environment(tmp_path), "REFLOGP_ON_CPU": "1"}, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 1
-    assert "no-model" in done.stderr
+    done = run("slurm-service.sh", tmp_path / "no-model", "true", seconds=120, folder=tmp_path, REFLOGP_ON_CPU="1")
+    assert done.returncode == 1 and "no-model" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("gpus", "words"), [("", ["model", "true"]), ("0", ["model", "true"]), ("0,1", ["model"]), ("0,1", [])]
 )
 def test_a_job_that_cannot_share_its_gpus_ends_at_once(gpus, words, tmp_path):
-    command = [str(CLUSTERS / "slurm-service.sh"), *words]
-    found = {**environment(tmp_path), "CUDA_VISIBLE_DEVICES": gpus}
-    done = subprocess.run(command, env=found, capture_output=True, text=True, timeout=60, check=False)
+    done = run("slurm-service.sh", *words, seconds=60, folder=tmp_path, CUDA_VISIBLE_DEVICES=gpus)
     assert done.returncode == 2
     assert ("need a GPU each" if len(words) == 2 else "usage:") in done.stderr
 
@@ -170,30 +143,17 @@ def test_a_dataset_on_all_nodes(reference_folder, tmp_path):
         (tmp_path / name).write_text(content)
         (tmp_path / name).chmod(0o755)
     data = write_rows(tmp_path / "rows.jsonl", token_rows(12, 5))
-    found = {**environment(tmp_path), "SLURM_JOB_NODELIST": "nodes-of-the-job", "SLURM_JOB_ID": str(os.getpid())}
-    found |= {"RAY_AUTH_MODE": "disabled", "REFLOGP_MARK": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    ray_folder = tempfile.mkdtemp(prefix="r")  # short, for the paths of Ray's sockets
-    found["RAY_TMPDIR"] = ray_folder
-    command = [str(CLUSTERS / "slurm-score.sh"), str(reference_folder), str(data), "--format", "tokens"]
-    command += ["--store", str(tmp_path / "logps"), "--dtype", "float32"]
-    try:
-        done = subprocess.run(command, env=found, capture_output=True, text=True, timeout=400, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        [reference] = Store(tmp_path / "logps").references()
-        assert len(rows_of(tmp_path / "logps", reference.reference_id)) == 24
-    finally:
-        shutil.rmtree(ray_folder, ignore_errors=True)
-        for process in marked(tmp_path):
-            process.kill()
-
-
-def marked(folder: Path) -> list[psutil.Process]:
-    """Processes that the script started, which Slurm would end with the job."""
-    found = []
-    for process in psutil.process_iter():
+    job = {"SLURM_JOB_NODELIST": "nodes-of-the-job", "SLURM_JOB_ID": str(os.getpid()), "CUDA_VISIBLE_DEVICES": ""}
+    words = (reference_folder, data, "--format", "tokens", "--store", tmp_path / "logps", "--dtype", "float32")
+    # A short name, for the paths of Ray's sockets.
+    with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as ray_folder:
+        own = {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": ray_folder, "REFLOGP_MARK": str(tmp_path)}
         try:
-            if process.environ().get("REFLOGP_MARK") == str(folder):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
+            done = run("slurm-score.sh", *words, seconds=400, folder=tmp_path, **job, **own)
+        finally:
+            for process in psutil.process_iter(["environ"]):  # which Slurm would end with the job
+                if (process.info["environ"] or {}).get("REFLOGP_MARK") == str(tmp_path):
+                    process.kill()
+    assert done.returncode == 0, done.stderr[-3000:]
+    [reference] = Store(tmp_path / "logps").references()
+    assert len(rows_of(tmp_path / "logps", reference.reference_id)) == 24

@@ -22,10 +22,11 @@ import yaml
 from reflogp.store import Store
 from tests.conftest import PAIRS, REPOSITORY, write_rows
 from tests.docs.workspace import parse
+from tests.service.serving import wait_until
 from tests.store.s3 import environment_of, s3_server
 from tests.vllm.serving import free_port
 
-FILE = REPOSITORY / "examples" / "clusters" / "skypilot.yaml"
+TASK: dict[str, Any] = yaml.safe_load((REPOSITORY / "examples" / "clusters" / "skypilot.yaml").read_text(encoding="utf-8"))
 PYTHON = REPOSITORY / ".venv-skypilot" / "bin" / "python"
 GIVEN = {"REFLOGP_STORE": "s3://logps/sft", "AWS_REGION": "us-east-1"}
 SECRETS = {"AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "not-a-secret"}
@@ -39,32 +40,26 @@ print(json.dumps(sky.Task.from_yaml_config(config, list(given.items()), list(sec
 """
 
 
-def task() -> dict[str, Any]:
-    return yaml.safe_load(FILE.read_text(encoding="utf-8"))
-
-
 @pytest.mark.skipif(not PYTHON.is_file(), reason="there is no .venv-skypilot: make setup-skypilot")
 def test_skypilot_takes_the_file(tmp_path):
     environment = {**os.environ, "HOME": str(tmp_path), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1", "PYTHONPATH": ""}
-    asked = json.dumps([task(), GIVEN, SECRETS])
-    command = [PYTHON, "-c", READ]
-    done = subprocess.run(command, input=asked, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    asked = json.dumps([TASK, GIVEN, SECRETS])
+    done = subprocess.run([PYTHON, "-c", READ], input=asked, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     taken = json.loads(done.stdout.splitlines()[-1])
-    assert taken["run"] == task()["run"] and taken["setup"] == task()["setup"]
-    assert taken["envs"] == {**task()["envs"], **GIVEN}
-    assert taken["secrets"] == {**task()["secrets"], **SECRETS}
-    assert taken["file_mounts"] == task()["file_mounts"]
+    assert all(taken[name] == TASK[name] for name in ("run", "setup", "file_mounts"))
+    assert taken["envs"] == {**TASK["envs"], **GIVEN}
+    assert taken["secrets"] == {**TASK["secrets"], **SECRETS}
     choices = taken["resources"]["any_of"]
-    assert {name: 1 for choice in choices for name in choice["accelerators"]} == task()["resources"]["accelerators"]
+    assert {name: 1 for choice in choices for name in choice["accelerators"]} == TASK["resources"]["accelerators"]
 
 
 def test_the_shell_is_valid_and_installs_what_the_package_has():
-    for script in (task()["setup"], task()["run"]):
+    for script in (TASK["setup"], TASK["run"]):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-    requirement = shlex.split(task()["setup"].splitlines()[-1])[-1]
+    requirement = shlex.split(TASK["setup"].splitlines()[-1])[-1]
     parse(f"pip install '{requirement}'")
-    words = [line.strip().removesuffix(" &") for line in task()["run"].splitlines()]
+    words = [line.strip().removesuffix(" &") for line in TASK["run"].splitlines()]
     commands = [line for line in words if line.startswith("reflogp ")]
     assert [line.split()[1] for line in commands] == ["serve", "submit"]
     for line in commands:
@@ -76,7 +71,7 @@ def machine(tmp_path, reference_folder) -> Iterator[dict[str, str]]:
     """The environment of the task's shell, and a folder in place of ~ with the first 12 pairs of the task's file."""
     home = tmp_path / "home"
     (home / "reflogp" / "bin").mkdir(parents=True)
-    for target, source in task()["file_mounts"].items():
+    for target, source in TASK["file_mounts"].items():
         assert (REPOSITORY / source).samefile(PAIRS)
         place = home / target.removeprefix("~/")
         shutil.copy(REPOSITORY / source, place)
@@ -84,7 +79,7 @@ def machine(tmp_path, reference_folder) -> Iterator[dict[str, str]]:
     with s3_server() as reached, environment_of(reached):
         yield {
             **os.environ,
-            **{name: value for name, value in (task()["envs"] | task()["secrets"]).items() if value is not None},
+            **{name: value for name, value in (TASK["envs"] | TASK["secrets"]).items() if value is not None},
             **GIVEN,
             **reached,
             "HOME": str(home),
@@ -95,17 +90,14 @@ def machine(tmp_path, reference_folder) -> Iterator[dict[str, str]]:
             "OMP_NUM_THREADS": "1",
             "REFLOGP_MARK": str(tmp_path),
         }
-    assert not [process for process in psutil.process_iter(["environ"]) if _is_marked(process, str(tmp_path))]
-
-
-def _is_marked(process: psutil.Process, mark: str) -> bool:
-    return (process.info["environ"] or {}).get("REFLOGP_MARK") == mark
+    environments = [process.info["environ"] or {} for process in psutil.process_iter(["environ"])]
+    assert not [found for found in environments if found.get("REFLOGP_MARK") == str(tmp_path)]
 
 
 @pytest.mark.slow
 def test_a_machine_scores_and_the_next_one_finds_the_values(machine):
     """The first ends when the dataset is scored; the second has only the bucket, scores nothing and goes on serving."""
-    command = ["bash", "-c", task()["run"]]
+    command = ["bash", "-c", TASK["run"]]
     first = {**machine, "KEEP_SERVING": "no"}
     done = subprocess.run(command, env=first, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -116,15 +108,11 @@ def test_a_machine_scores_and_the_next_one_finds_the_values(machine):
     assert len(store[reference.reference_id].snapshot()) == len(sequences) > 12
 
     shutil.rmtree(Path(machine["HOME"]) / "reflogp-state")
-    url = f"http://127.0.0.1:{machine['REFLOGP_PORT']}"
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, env=machine, start_new_session=True, **streams) as job:
         try:
-            deadline = time.monotonic() + 300
-            while not (ended := _ended_jobs(url)):
-                assert job.poll() is None and time.monotonic() < deadline
-                time.sleep(0.5)
-            [summary] = [found["summary"] for found in ended]
+            wait_until(lambda: _ended_jobs(machine["REFLOGP_PORT"]) or job.poll() is not None, 300)
+            [summary] = [found["summary"] for found in _ended_jobs(machine["REFLOGP_PORT"])]
             assert (summary["hits"], summary["scored"]) == (24, 0)
             time.sleep(2)
             assert job.poll() is None
@@ -133,9 +121,9 @@ def test_a_machine_scores_and_the_next_one_finds_the_values(machine):
             job.communicate(timeout=120)
 
 
-def _ended_jobs(url: str) -> list[dict[str, Any]]:
+def _ended_jobs(port: str) -> list[dict[str, Any]]:
     try:
-        return httpx.get(f"{url}/v1/jobs", params={"state": "done"}, trust_env=False).json()["jobs"]
+        return httpx.get(f"http://127.0.0.1:{port}/v1/jobs", params={"state": "done"}, trust_env=False).json()["jobs"]
     except httpx.HTTPError:
         return []
 
@@ -143,6 +131,5 @@ def _ended_jobs(url: str) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_a_service_that_cannot_start_ends_the_task(machine):
     wrong = {**machine, "MODEL": f"{machine['HOME']}/no-model"}
-    done = subprocess.run(["bash", "-c", task()["run"]], env=wrong, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode != 0
-    assert "no-model" in done.stderr
+    done = subprocess.run(["bash", "-c", TASK["run"]], env=wrong, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0 and "no-model" in done.stderr
