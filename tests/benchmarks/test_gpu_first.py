@@ -9,32 +9,24 @@ import sys
 
 import pytest
 
-from tests.benchmarks.test_gpu import ENVIRONMENT, HIDDEN
+from tests.benchmarks.test_gpu import ENVIRONMENT, hiding
 from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.slow
 
 
-def gpu_tests(**environment: str) -> subprocess.CompletedProcess:
-    hidden = [sys.executable, "-m", "tests.without", HIDDEN, "--"]
-    return subprocess.run(
-        [*hidden, "pytest", "-m", "gpu", "-rfEs", "-p", "no:cacheprovider", "tests/gpu"],
-        cwd=REPOSITORY,
-        env=ENVIRONMENT | environment,
-        capture_output=True,
-        text=True,
-    )
+GPU_TESTS = ("pytest", "-m", "gpu", "-rfEs", "-p", "no:cacheprovider", "tests/gpu")
 
 
 def test_the_gpu_tests_are_skipped_with_a_reason_where_there_is_no_gpu():
-    done = gpu_tests(CUDA_VISIBLE_DEVICES="", REFLOGP_GPU_TESTS_DEVICE="cuda:0")
+    done = hiding(*GPU_TESTS, CUDA_VISIBLE_DEVICES="", REFLOGP_GPU_TESTS_DEVICE="cuda:0")
     assert done.returncode == 0, done.stdout
     assert "no CUDA device" in done.stdout and "passed" not in done.stdout
 
 
 @pytest.mark.timeout(1800)
 def test_the_gpu_tests_pass_on_a_cpu():
-    done = gpu_tests(REFLOGP_GPU_TESTS_DEVICE="cpu")
+    done = hiding(*GPU_TESTS, REFLOGP_GPU_TESTS_DEVICE="cpu")
     assert done.returncode == 0, done.stdout
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed and int(passed[1]) > 50, done.stdout

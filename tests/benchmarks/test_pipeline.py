@@ -11,16 +11,12 @@ import pytest
 from tests.conftest import REPOSITORY
 
 
-@pytest.fixture
-def measured(pairs_file):
+@pytest.mark.slow
+def test_every_side_says_how_long_its_device_was_idle(pairs_file):
     command = [sys.executable, "benchmarks/pipeline.py", "--data", str(pairs_file), "--pairs", "60", "--seconds", "1"]
     done = subprocess.run([*command, "--sides", "score", "job", "--online", "--json"], cwd=REPOSITORY, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
-    return json.loads(done.stdout.splitlines()[-1])["1 s a pass"]
-
-
-@pytest.mark.slow
-def test_every_side_says_how_long_its_device_was_idle(measured):
+    measured = json.loads(done.stdout.splitlines()[-1])["1 s a pass"]
     for side in measured.values():
         assert side["scored"] == 120 and 0 <= side["idle_share"] < 1 and side["passes"] >= 1
     assert measured["job"]["online"]["requests"] >= 1

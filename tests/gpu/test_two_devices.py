@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -47,17 +47,9 @@ def test_engines_of_two_devices_give_the_same_values(dtype, tmp_path):
     build("Llama").save_pretrained(tmp_path)
     engines = [TorchEngine(str(tmp_path), dtype, device) for device in DEVICES]
     calls = [some_pairs(2, seed=seed) for seed in range(30)]
-    found: dict[int, list[list[np.ndarray]]] = {}
-
-    def score(place: int) -> None:
-        found[place] = [engines[place].score(sequences) for sequences in calls]
-
-    threads = [threading.Thread(target=score, args=(place,)) for place in range(len(engines))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(engines)) as threads:
+        found = list(threads.map(lambda engine: [engine.score(sequences) for sequences in calls], engines))
     limit = 1e-4 if dtype == "float32" else 0.1
-    for first, second in zip(found[0], found[1], strict=True):
+    for first, second in zip(*found, strict=True):
         for ours, other in zip(first, second, strict=True):
             assert np.abs(ours - other).max() <= limit
