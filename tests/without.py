@@ -3,54 +3,18 @@
     python -m tests.without deltalake,datasets -- FILE [ARGUMENTS …]
     python -m tests.without deltalake,datasets -- pytest [ARGUMENTS …]
 
-`find_spec` answers None for the packages and an import raises ModuleNotFoundError. `name!by` hides a package from every module
-but those of the package `by`, which cannot do without it.
+`find_spec` answers None for the packages, and an import raises ModuleNotFoundError.
 """
 
-from __future__ import annotations
-
-import builtins
-import importlib
 import runpy
 import sys
-from typing import Any
-
-
-class _Blind:
-    """A finder that does not see some packages."""
-
-    def __init__(self, finder: Any, hidden: frozenset[str]) -> None:
-        self._finder, self._hidden = finder, hidden
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        return None if name.split(".")[0] in self._hidden else self._finder.find_spec(name, path, target)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._finder, name)
-
-
-def hide(names: list[str]) -> None:
-    """Hide packages from this process."""
-    from_all = frozenset(name for name in names if "!" not in name)
-    found = from_all & set(sys.modules)
-    assert not found, f"imported already: {found}"
-    sys.meta_path[:] = [_Blind(finder, from_all) for finder in sys.meta_path]
-    importlib.invalidate_caches()
-    but = dict(name.split("!") for name in names if "!" in name)
-    real = builtins.__import__
-
-    def guarded(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
-        package, importer = name.split(".")[0], str((globals or {}).get("__name__", ""))
-        if level == 0 and package in but and importer.split(".")[0] not in (package, but[package]):
-            raise ModuleNotFoundError(f"No module named {package!r} for {importer}", name=package)
-        return real(name, globals, locals, fromlist, level)
-
-    builtins.__import__ = guarded
-
+from importlib.machinery import PathFinder
 
 if __name__ == "__main__":
     packages, _, program, *arguments = sys.argv[1:]
-    hide(packages.split(","))
+    hidden, find_spec = packages.split(","), PathFinder.find_spec
+    assert not set(hidden) & sys.modules.keys()
+    PathFinder.find_spec = staticmethod(lambda name, *where: None if name.split(".")[0] in hidden else find_spec(name, *where))
     sys.argv = [program, *arguments]
     if program == "pytest":
         import pytest
