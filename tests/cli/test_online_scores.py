@@ -64,7 +64,7 @@ def busy(client, seed):
     asked = sequences(330, seed, prompt=30, completion=30)
     thread = threading.Thread(target=lambda: client.score("ref", *asked, cache_read=False))
     thread.start()
-    time.sleep(0.05)
+    wait_until(lambda: "reflogp_score_queued_tokens 0.0" not in httpx.get(f"{client.url}/metrics").text)
     yield thread
     thread.join()
 

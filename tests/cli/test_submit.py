@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from reflogp.client import Client
-from tests.client.test_jobs_client import made_up_rows
 from tests.conftest import INTERRUPTIBLE, last_object, write_rows
-from tests.service.serving import float32, running, serving, settings_file, wait_until
+from tests.service.serving import float32, running, serving, settings_file, token_rows, wait_until
 
 DONE, FAILED, USAGE, MISSES, INTERRUPTED = 0, 1, 2, 3, 130
 HASH = "3f0c9d2b81a4e567"
@@ -150,7 +149,7 @@ def test_jobs_are_listed(reflogp, url, tmp_path, pair_rows):
 
 @pytest.mark.slow
 def test_an_interrupted_watch_leaves_the_job_running(reflogp, url, tmp_path):
-    data = write_rows(tmp_path / "long.jsonl", made_up_rows(time.time_ns(), 4000, 500))
+    data = write_rows(tmp_path / "long.jsonl", token_rows(4000, time.time_ns(), 250))
     submit = ("submit", url, str(data), "--reference", "sft", "--watch")
     with subprocess.Popen([sys.executable, "-c", INTERRUPTIBLE, *submit], stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -181,7 +180,7 @@ def test_an_interrupted_watch_leaves_the_job_running(reflogp, url, tmp_path):
 @pytest.mark.slow
 def test_a_watch_says_when_the_service_is_away_and_when_it_is_back(reference_folder, tmp_path, warm_python):
     config = ("--config", settings_file(tmp_path, tmp_path / "store", {"sft": float32(reference_folder)}))
-    data = write_rows(tmp_path / "long.jsonl", made_up_rows(1, 2000, 500))
+    data = write_rows(tmp_path / "long.jsonl", token_rows(2000, 1, 250))
     with running(*config, warm=warm_python) as first:
         watch = ("submit", first.url, str(data), "--reference", "sft", "--watch")
         process = subprocess.Popen([sys.executable, "-c", INTERRUPTIBLE, *watch], stderr=subprocess.PIPE, text=True)
