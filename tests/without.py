@@ -14,7 +14,8 @@ if __name__ == "__main__":
     packages, _, program, *arguments = sys.argv[1:]
     hidden, find_spec = packages.split(","), PathFinder.find_spec
     assert not set(hidden) & sys.modules.keys()
-    PathFinder.find_spec = staticmethod(lambda name, *where: None if name.split(".")[0] in hidden else find_spec(name, *where))
+    # A class method, because pytest keeps it as an attribute of a class.
+    PathFinder.find_spec = classmethod(lambda _, name, *at: None if name.split(".")[0] in hidden else find_spec(name, *at))
     sys.argv = [program, *arguments]
     if program == "pytest":
         import pytest
