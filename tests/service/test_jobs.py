@@ -48,6 +48,7 @@ def test_two_references_with_the_same_weights_have_their_own_templates(tmp_path,
             [window] = tokenize_dataset(RowSource(str(file)), load_tokenizer(str(folder)))
             expected = sequence_keys(window.table["prompt_ids"], window.table["chosen_ids"])
             assert result["chosen_key"].to_pylist() == expected.to_pylist()
+        assert {known.name for known in client.references()} == {"ref", "other"}
 
 
 @pytest.mark.slow

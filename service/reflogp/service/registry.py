@@ -128,16 +128,20 @@ class ReferenceRegistry:
             return {}
 
     def list(self) -> list[RegisteredReference]:
-        """Return all references that are named in the settings or have values in the store, sorted by id."""
-        names = {served.reference.reference_id: name for name, served in self.named.items()}
-        stored = self._stored()
-        listed = {**{served.reference.reference_id: served.reference for served in self.named.values()}, **stored}
-        return [
-            self._with_size(names.get(key), reference) if key in stored else RegisteredReference(names.get(key), reference)
-            for key, reference in sorted(listed.items())
-        ]
+        """Return all references that are named in the settings or have values in the store, sorted by id.
 
-    def _with_size(self, name: str | None, reference: Reference) -> RegisteredReference:
+        A reference that the settings name twice is in the list twice.
+        """
+        stored = self._stored()
+        listed: list[tuple[str | None, Reference]] = [(name, served.reference) for name, served in self.named.items()]
+        named = {reference.reference_id for _, reference in listed}
+        listed += [(None, reference) for key, reference in stored.items() if key not in named]
+        listed.sort(key=lambda entry: entry[1].reference_id)
+        return [self._with_size(name, reference, reference.reference_id in stored) for name, reference in listed]
+
+    def _with_size(self, name: str | None, reference: Reference, is_stored: bool) -> RegisteredReference:
+        if not is_stored:
+            return RegisteredReference(name, reference)
         try:
             table = self.table(reference.reference_id)
             return RegisteredReference(name, reference, table.snapshot_number(), *table.totals())
