@@ -164,7 +164,8 @@ class Worker:
         if request.write and answer.engine is not None:
             pairs = zip(request.sequences, request.outcomes, strict=True)
             good = [(sequence, outcome) for sequence, outcome in pairs if not isinstance(outcome, str | None)]
-            self._write_back.put(request.reference_id, {"online": True, **answer.engine.provenance()}, good)
+            if good:
+                self._write_back.put(request.reference_id, {"online": True, **answer.engine.provenance()}, good)
 
     def _table(self, reference_id: str) -> ValuesTable:
         return self._store.values_table(self._reference(reference_id), self._models(reference_id).top_k)
