@@ -43,7 +43,7 @@ LONGEST = (
     "examples/test_examples",
     "docs/test_blocks",
     "docs/test_api_reference",
-    "cli/test_online_scores",
+    "service/test_online_scores",
     "service/test_reader",
     "store/test_stress",
     "scoring/test_loading",

@@ -8,6 +8,7 @@ import numpy as np
 import pandas
 import polars
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, ProcessorMixin
@@ -199,6 +200,24 @@ def test_what_pandas_makes_of_gaps(model, tmp_path):
     joined = join(model, odd, tmp_path / "store", dtype="float32", on_miss="drop")
     assert joined["ref_row"].tolist() == [0, 1, 2] and (joined["ref_logps"] < 0).all()
     assert report(model, odd, tmp_path / "store", tmp_path / "report", dtype="float32").with_values == 3
+
+
+def test_other_columns_of_a_file_keep_their_values(model, tmp_path):
+    """Those that Python's own types, or a guess of the type, would round or refuse."""
+    table = pa.table(
+        {
+            "prompt": ["Q:", "Q: "],
+            "chosen": [" 4", " 5"],
+            "rejected": [" 6", " 7"],
+            "when": pa.array([1704067200123456789, None], pa.timestamp("ns")),
+            "took": pa.array([1, 2], pa.duration("ns")),
+            "hash": pa.array([2**64 - 1, 7], pa.uint64()),
+        }
+    )
+    pq.write_table(table, tmp_path / "rows.parquet")
+    score(model, tmp_path / "rows.parquet", tmp_path / "store", dtype="float32")
+    joined = join(model, tmp_path / "rows.parquet", tmp_path / "store", dtype="float32").data.table
+    assert joined.select(table.column_names).cast(table.schema).equals(table)
 
 
 def test_many_windows_of_tokens(model, tmp_path):

@@ -1,5 +1,6 @@
 """/v1/completions beside what `vllm serve` answers: values of plain forwards in its format, for its own clients."""
 
+import time
 from types import SimpleNamespace
 
 import httpx
@@ -124,6 +125,14 @@ def test_echo_with_logprobs_as_lm_eval_reads_it(service, plain):
 def test_what_it_does_not_do_is_said(service, body, status, says):
     answer = ask(service, **{"prompt": [1, 2], "prompt_logprobs": 1, **body})
     assert answer.status_code == status and says in answer.json()["detail"] and answer.json()["next_step"]
+
+
+def test_nothing_is_stored_for_sequences_without_values(service):
+    bad = {"sequences": [{"prompt_ids": [1, 2], "completion_ids": [10**6]}]}
+    answer = httpx.post(f"{service.url}/v1/score", params={"reference": "ref", "cache_write": True}, json=bad).json()
+    assert answer["token_logps"] == [None]
+    time.sleep(3)  # a commit comes 2 seconds later
+    assert not any("could not store" in line for line in service.log)
 
 
 def test_models_and_health(service):

@@ -20,23 +20,12 @@ from tests.service.serving import float32, running, settings_file, token_rows, w
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return tmp_path_factory.mktemp("score")
-
-
-@pytest.fixture(scope="module")
 def service(place, reference_folder, warm_python):
     file = settings_file(
         place, place / "store", {"ref": float32(reference_folder)}, token_budget=512, max_queued_tokens=20_000, pinned="ref"
     )
     with running("--config", file, warm=warm_python) as found:
         found.worker_ready()
-        yield found
-
-
-@pytest.fixture
-def client(service):
-    with Client(service.url) as found:
         yield found
 
 
