@@ -218,6 +218,9 @@ def test_other_columns_of_a_file_keep_their_values(model, tmp_path):
     score(model, tmp_path / "rows.parquet", tmp_path / "store", dtype="float32")
     joined = join(model, tmp_path / "rows.parquet", tmp_path / "store", dtype="float32").data.table
     assert joined.select(table.column_names).cast(table.schema).equals(table)
+    rows = [{**row, "meta": meta} for row, meta in zip(table.select([0, 1, 2]).to_pylist(), (1, {"a": ["x"]}), strict=True)]
+    mixed = write_rows(tmp_path / "rows.jsonl", rows)
+    assert join(model, mixed, tmp_path / "store", dtype="float32")["meta"] == [row["meta"] for row in rows]
 
 
 def test_many_windows_of_tokens(model, tmp_path):

@@ -214,16 +214,26 @@ def table_of_rows(rows: list[dict[str, Any]], schema: pa.Schema) -> pa.Table:
 
     if not rows:
         return schema.empty_table()
-    columns = {name: [row.get(name) for row in rows] for name in schema.names}
-    pictures = {name: feature for name, feature in datasets.Features.from_arrow_schema(schema).items() if _is_decoded(feature)}
-    columns |= datasets.Features(pictures).encode_batch({name: columns[name] for name in pictures})
-    return pa.table([_array(columns[field.name], field.type) for field in schema], schema=schema)
+    features = datasets.Features.from_arrow_schema(schema)
+    columns = {name: [row.get(name) for row in rows] for name in features}
+    encoded = {name: feature for name, feature in features.items() if not _is_of_values(feature)}
+    others = datasets.Dataset.from_dict({name: columns[name] for name in encoded}, features=datasets.Features(encoded))
+    # The types that `datasets` infers have no nanoseconds, and no integers from 2**63 on.
+    arrays = [
+        others.data[field.name].cast(field.type) if field.name in encoded else pa.array(columns[field.name], field.type)
+        for field in schema
+    ]
+    return pa.table(arrays, schema=schema)
 
 
-def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
-    if isinstance(kind, pa.ExtensionType):
-        return pa.ExtensionArray.from_storage(kind, pa.array(values, kind.storage_type))
-    return pa.array(values, kind)  # the types that `datasets` infers have no nanoseconds, and no integers from 2**63 on
+def _is_of_values(feature: Any) -> bool:
+    """Return whether a column consists of plain values, lists and structs: `datasets` encodes no part of it."""
+    import datasets
+
+    if isinstance(feature, dict):
+        return all(map(_is_of_values, feature.values()))
+    inner = getattr(feature, "feature", None)
+    return isinstance(feature, datasets.Value) if inner is None else _is_of_values(inner)
 
 
 def rows_of_dataset(dataset: Any) -> Iterator[dict[str, Any]]:
@@ -245,16 +255,6 @@ def without_decoding(dataset: Any) -> Any:
         if kept is not feature:
             dataset = dataset.cast_column(name, kept)
     return dataset
-
-
-def _is_decoded(feature: Any) -> bool:
-    """Return whether a column contains decoded images (see `rows_of_dataset`)."""
-    import datasets
-
-    if isinstance(feature, datasets.Image):
-        return bool(feature.decode and feature.mode is not None)
-    inner = getattr(feature, "feature", None)
-    return inner is not None and _is_decoded(inner)
 
 
 def _undecoded(feature: Any) -> Any:
