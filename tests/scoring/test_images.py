@@ -27,9 +27,11 @@ from reflogp.scoring.data import tokenize as tokenize_module
 from reflogp.scoring.data.objects import open_dataset
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import TokenizedDataset, load_tokenizer, tokenize_dataset
-from reflogp.scoring.errors import DatasetError, InvalidSequencesError, TokenizerError
+from reflogp.scoring.errors import DatasetError, EngineError, InvalidSequencesError, TokenizerError
 from reflogp.scoring.runs.score import images_for_engine
-from reflogp.scoring.torch_engine import selfcheck
+from reflogp.scoring.torch_engine import attention, selfcheck
+from reflogp.scoring.torch_engine import engine as engine_module
+from reflogp.scoring.torch_engine import images as images_module
 from reflogp.scoring.torch_engine.sequences import Sequence
 from reflogp.scoring.vision import VisionProcessor, load_processor
 from reflogp.store import sequence_keys
@@ -242,6 +244,27 @@ def far(found, expected) -> float:
     return max(np.abs(a - b).max() for a, b in zip(found, expected, strict=True))
 
 
+def test_a_padded_batch_holds_few_decoded_images(llava, monkeypatch):
+    monkeypatch.setattr(selfcheck, "layout_of", lambda *args: (False, "for this test"))
+    engine = TorchEngine(llava, "float32", "cpu", token_budget=4096)
+    sequences = engine_sequences(llava, rows())
+    with pytest.warns(UserWarning, match="padded path"):
+        expected = engine.score(sequences)
+    limit = sum(image.width * image.height * 3 for image in PICTURES)  # what one row needs
+    monkeypatch.setattr(images_module, "DECODED_BYTES", limit - 1)
+    batches, padded = [], engine_module.forward_padded
+
+    def seen(head, batch, *args):
+        values = padded(head, batch, *args)
+        batches.append({picture.digest for entry in batch if entry.images for picture in entry.images.pictures})
+        return values
+
+    monkeypatch.setattr(engine_module, "forward_padded", seen)
+    assert far(engine.score(sequences), expected) <= 1e-5
+    assert engine.token_budget == 4096 and len(batches) > 2
+    assert max(map(len, batches)) == len(PICTURES)
+
+
 def test_the_most_probable_tokens_after_images_are_those_of_the_models_own_logits(llava, monkeypatch):
     sequences = engine_sequences(llava, rows())
     values = TorchEngine(llava, "float32", "cpu").score(sequences)
@@ -255,6 +278,29 @@ def test_the_most_probable_tokens_after_images_are_those_of_the_models_own_logit
     with pytest.warns(UserWarning, match="single path"):
         expected = alone.score(sequences)
     assert far([found.logps for found in packed], [found.logps for found in expected]) <= 1e-4
+
+
+def test_an_engine_whose_check_of_images_failed_still_returns_the_most_probable_tokens(llava, monkeypatch):
+    engine = TorchEngine(llava, "float32", "cpu", top_k=8)
+    sequences = engine_sequences(llava, rows())
+    with monkeypatch.context() as failing:
+        failing.setattr("reflogp.scoring.torch_engine.engine.check_images", lambda *args: {}["no such layer"])
+        with pytest.raises(EngineError, match="could not be scored"):
+            engine.score(sequences)
+    assert all(found.ids.shape == (len(found.token_logps), 8) for found in engine.score(sequences))
+
+
+def test_a_kernel_that_fails_for_images_is_not_used_for_them(llava, monkeypatch):
+    expected = TorchEngine(llava, "float32", "cpu").score(engine_sequences(llava, rows()))
+    engine = TorchEngine(llava, "float32", "cpu")
+
+    def broken(layout, call):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(attention, "_CPU_KERNELS", (attention._Kernel(broken, lambda: True, lambda call: None),))
+    found = engine.score([sequence for sequence in engine_sequences(llava, rows()) if sequence.images is not None])
+    assert (engine.image_check.path, engine.image_check.refused_kernels) == ("packed", ("broken",))
+    assert far(found, [values for number, values in enumerate(expected) if rows()[number // 2]["images"]]) <= 1e-5
 
 
 # Keys

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError, OutOfMemoryError
@@ -89,6 +89,26 @@ def test_loading_onto_a_device_takes_little_more_of_the_host_than_the_largest_sh
     assert found["peak"] - found["before"] <= 1.2 * max(sizes)
 
 
+@pytest.mark.slow
+def test_loading_on_a_cpu_holds_the_model_once(tmp_path):
+    sparse_checkpoint(tmp_path, 7, 3)
+    sizes = [file.stat().st_size for file in tmp_path.glob("*.safetensors")]
+    program = f"""
+    import json
+    from reflogp.scoring.torch_engine import load
+    def held(name):
+        return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(name))
+    before = held("VmRSS")
+    model = load.load_model({str(tmp_path)!r}, "bfloat16", "cpu")
+    print(json.dumps({{"above": held("VmHWM") - before, "mapped": ".safetensors" in open("/proc/self/maps").read()}}))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert sum(sizes) * 0.9 < found["above"] <= sum(sizes) + 1.2 * max(sizes)
+    assert not found["mapped"]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "name", ["Llama", "Llama (tied head, attention bias)", "Qwen3-MoE", "gpt-oss (sinks, sliding window 8)", "Phi-3"]
@@ -153,6 +173,16 @@ def test_a_refusal_names_what_is_needed_what_is_free_and_what_works(dtype, free,
             assert (part in str(caught.value)) == (part in " ".join(says)), part
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["Llama", "Llama (tied head, attention bias)", "Qwen3-MoE", "GPT-2 (learned positions)"])
+def test_bytes_needed_are_those_of_the_loaded_model(name, dtype, tmp_path):
+    build(name).save_pretrained(tmp_path)
+    held = sum(parameter.nbytes for parameter in load_model(str(tmp_path), dtype, "cpu").model.parameters())
+    config = AutoConfig.from_pretrained(tmp_path)
+    _, parameters = load._model_class(config, False)
+    assert memory.needed_bytes(read_checkpoint(tmp_path), config, dtype, CUDA, parameters)[0] == held
+
+
 def test_a_checkpoint_that_does_not_fit_is_not_read(tmp_path, monkeypatch):
     sparse_checkpoint(tmp_path, 48, 8, "F32")
     monkeypatch.setattr(load, "_weights", lambda checkpoint: pytest.fail("it was read"))
@@ -160,6 +190,17 @@ def test_a_checkpoint_that_does_not_fit_is_not_read(tmp_path, monkeypatch):
     with pytest.raises(EngineError, match=r"needs 36\.9 GiB .*24\.0 GiB are free.*--dtype bfloat16") as caught:
         TorchEngine(str(tmp_path), "float32", device="cpu")
     assert "vllm" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("intermediate", "expected"), [(14_336, 65_536), (36_864, 58_254)])
+def test_no_activation_has_more_elements_than_32_bits_count(intermediate, expected, monkeypatch):
+    """Of Gemma 2 9B and 27B; the larger one's first full pass would compile its MLP again, with 64-bit indices."""
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 80 << 30)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    with torch.device("meta"):
+        model = Gemma2ForCausalLM(Gemma2Config(vocab_size=256_000, intermediate_size=intermediate, **sizes))
+    budget = memory.auto_token_budget(model, torch.device("cuda:0"), torch.bfloat16)
+    assert budget == expected and budget * intermediate < 1 << 31
 
 
 # Memory that runs out
@@ -184,6 +225,30 @@ def test_memory_that_runs_out_anywhere_is_an_error_of_ours(error, reference_fold
             patch.setattr(place, name, fail)
             with pytest.raises(OutOfMemoryError, match="cpu ran out of memory while"):
                 TorchEngine(str(reference_folder), "float32", device="cpu")
+
+
+def test_a_halved_budget_grows_again(reference_folder, monkeypatch):
+    engine = TorchEngine(str(reference_folder), "float32", device="cpu", token_budget=400)
+    plain = engine.score(some_pairs(40))
+    forward, left, budgets = torch_engine.forward_pack, [2], []
+
+    def full(model, head, pack, *args):
+        budgets.append(engine.token_budget)
+        if left[0] and len(pack) > 150:
+            left[0] -= 1
+            raise SAYINGS[0]
+        return forward(model, head, pack, *args)
+
+    monkeypatch.setattr(torch_engine, "forward_pack", full)
+    monkeypatch.setattr(torch_engine, "_GOOD_PASSES", 5)
+    for _ in range(3):
+        values = engine.score(some_pairs(40))
+        assert max(float(np.abs(a - b).max()) for a, b in zip(values, plain, strict=True)) < 1e-4
+    least = min(budgets)
+    assert least < 200 and not left[0]
+    grown = budgets[budgets.index(least) :]
+    assert list(dict.fromkeys(grown)) == [min(least << doubled, 400) for doubled in range(len(set(grown)))]
+    assert engine.token_budget == 400
 
 
 @pytest.mark.slow

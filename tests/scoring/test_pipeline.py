@@ -168,3 +168,11 @@ def test_the_snapshot_of_a_run_has_the_values_that_another_run_commits_meanwhile
     prompts = [row["prompt_ids"] for row in rows] * 2
     keys = sequence_keys(prompts, [row["chosen_ids"] for row in rows] + [row["rejected_ids"] for row in rows])
     assert (run.store[run.reference].snapshot(summary.snapshot).stored_lengths(keys) > 0).all()
+
+
+def test_the_first_values_are_committed_sooner_than_later_ones(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("reflogp.scoring.runs.pipeline.FIRST_COMMIT_SECONDS", 0.0)
+    watching = Watching()
+    monkeypatch.setattr("reflogp.scoring.runs.pipeline.COMMIT_SECONDS", 600.0)
+    run(write_rows(tmp_path / "rows.jsonl", token_rows(40, seed=7)), watcher=watching)
+    assert watching.commits == 2  # after the first pass of many, and at the end

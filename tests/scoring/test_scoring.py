@@ -146,3 +146,14 @@ def test_memory_does_not_grow_with_the_dataset(score, tmp_path):
     peak(100)
     growth = (peak(12 * 1024) - peak(6 * 1024)) / (6 * 1024)
     assert growth < 500, f"{growth:.0f} bytes a row; 32 tokens as Python numbers alone would be 1,000"
+
+
+def test_a_run_of_many_commits_compacts_as_it_goes(score, tmp_path, monkeypatch):
+    monkeypatch.setattr("reflogp.store.maintenance.SMALL_SHARDS", 3)
+    monkeypatch.setattr("reflogp.store.maintenance._SMALL_SHARDS_SPREAD", 1)
+    rows = [{"prompt_ids": [1, i], "chosen_ids": [2, 3], "rejected_ids": [4]} for i in range(10)]
+    assert score(write_rows(tmp_path / "t.jsonl", rows), commit_sequences=2).scored == 20
+    store = Store(tmp_path / "store")
+    at = store[store.references()[0]].snapshot()
+    assert len(at) == 20
+    assert len(at.rows_of) <= 4

@@ -274,3 +274,20 @@ def test_strict_engine_sees_values_of_both_tables(reflogp, tmp_path, reference_f
     for more in ((), ("--top-k", K)):
         code, _, err = reflogp(*command, *more)
         assert code == 1 and "values from other" in err, err
+
+
+def test_rows_that_contradict_themselves_are_refused(tmp_path, reference_folder):
+    store = Store(tmp_path / "store")
+    score(str(reference_folder), token_rows(1, seed=1), store, dtype="float32")
+    table = store.create_table(store.references()[0], 2)
+    one, value = np.array([1], np.int32), pa.array([[-1.0]], pa.list_(pa.float32()))
+    key = sequence_keys([[1]], [[2]])
+    ids, logps = pa.array([[5, 6]], pa.list_(pa.int32())), pa.array([[-0.5, -1.0]], pa.list_(pa.float32()))
+    for top, problem in (
+        ((ids, pa.array([[-0.5]], pa.list_(pa.float32()))), "top_logps does not have 2 entries"),
+        ((pa.array([[5]], pa.list_(pa.int32())), logps), "top_ids does not have 2 entries"),
+        ((ids, pa.array([[np.nan, -1.0]], pa.list_(pa.float32()))), "non-finite"),
+        (None, "columns have wrong names"),
+    ):
+        with pytest.raises(UsageError, match=problem):
+            table.append(shard_table(key, one, one, value, {"engine": "test"}, top))

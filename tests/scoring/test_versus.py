@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from reflogp.scoring import join, report, score
 from reflogp.scoring.errors import NotScoredError
+from reflogp.store import UsageError
 from tests.conftest import plain_token_logps, save_llama, write_rows
 from tests.docs.blocks import blocks_of
 
@@ -196,3 +197,12 @@ def test_the_recipe_for_instruction_following_difficulty(rows, policy, tmp_path)
         return np.mean(after) / np.mean(plain_token_logps(model, ids[:1], ids[1:]))
 
     assert np.abs(names["ifd"](policy, answers, tmp_path / "store") - [ratio(row) for row in answers]).max() < 1e-5
+
+
+def test_the_same_model_twice(rows, policy, store, tmp_path):
+    for call in (
+        lambda: join(policy, rows, store, dtype="float32", versus=policy),
+        lambda: report(policy, rows, store, tmp_path / "report", dtype="float32", versus=policy),
+    ):
+        with pytest.raises(UsageError, match=r"are the same model .*name another model"):
+            call()
