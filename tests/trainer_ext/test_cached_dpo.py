@@ -96,6 +96,15 @@ def test_the_record_says_what_was_trained_on(cached_trainer, store, tmp_path):
     assert {"reflogp", "trl", "torch"} <= set(written["versions"])
 
 
+def test_a_record_that_cannot_be_written_is_a_warning(cached_trainer, tmp_path):
+    trainer = cached_trainer()
+    (tmp_path / "run").mkdir(exist_ok=True)
+    (tmp_path / "run" / "reflogp.json").mkdir()
+    with pytest.warns(UserWarning, match=r"reflogp.json cannot be written: .*; the run goes on"):
+        trainer.train()
+    assert len(losses(trainer)) == 2
+
+
 def test_the_gate_stops_a_policy_that_is_not_the_reference(cached_trainer, policy, tmp_path):
     other = policy()
     for parameter in other.parameters():

@@ -39,6 +39,17 @@ def test_a_service_scores_what_it_misses_and_is_a_source_after(service, cached_t
     assert np.abs(columns(again.train_dataset) - columns(from_store.train_dataset)).max() <= 1e-3
 
 
+@pytest.mark.slow
+def test_a_service_without_a_model_serves_stored_values_to_a_token_that_may_only_read(
+    cached_trainer, store, tmp_path, warm_python
+):
+    config = settings_file(tmp_path, store, {}, {"trainers": ("a-token-of-trainers", ["read"])})
+    with running("--config", config, warm=warm_python) as service:
+        trainer = cached_trainer({"reference": Reference(service.url, token="a-token-of-trainers")})
+        trainer.train()
+    assert trainer.step_zero.passed
+
+
 def test_a_service_that_misses_says_what_scores_it(service, cached_trainer, pair_rows):
     rows = Dataset.from_list(pair_rows[200:204])
     with pytest.raises(MissingLogpsError, match=r"reflogp submit http://.*--reference sft --format tokens --watch"):
