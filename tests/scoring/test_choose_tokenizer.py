@@ -1,6 +1,7 @@
 """`--tokenizer` and `--chat-template`: what a trainer's own tokenizer makes of the rows is what gets scored."""
 
 import shlex
+import shutil
 
 import numpy as np
 import pytest
@@ -57,6 +58,18 @@ def test_a_trainer_with_a_template_of_its_own(given, cached_trainer, reference_f
     trained = cached_trainer({"processing_class": own}, max_length=None).train_dataset
     assert np.abs(np.array(joined["ref_chosen_logps"][:]) - np.array(trained["ref_chosen_logps"][:])).max() <= 1e-3
     assert reflogp("report", reference_folder, data_file, *where, *option, "-o", tmp_path / "report")[0] == 0
+
+
+def test_join_and_report_name_the_whole_command_where_nothing_was_scored(reference_folder, pairs_file, tmp_path, reflogp):
+    own = tmp_path / "own"
+    shutil.copytree(reference_folder, own)
+    for command, output in (("join", tmp_path / "x.parquet"), ("report", tmp_path / "report")):
+        words = [command, reference_folder, pairs_file, "--store", tmp_path / "none", "--dtype", "float32", "-o", output]
+        status, _, callbacks = reflogp(*words, "--max-length", "200", "--tokenizer", own, "--trust-remote-code")
+        assert status != 0
+        flat = " ".join(callbacks.split())
+        assert f"reflogp score {reference_folder} {pairs_file} --store" in flat
+        assert f"--dtype float32 --max-length 200 --tokenizer {own} --trust-remote-code" in flat
 
 
 def test_options_that_cannot_be_used(reference_folder, tmp_path):

@@ -86,6 +86,14 @@ def test_other_paths_give_the_same(path):
     assert largest_error(engine, model) <= 1e-4
 
 
+def test_exact_logits_in_slices_are_the_same(monkeypatch):
+    model = build("Llama").bfloat16()
+    whole = engine_of(model).score(sequences())
+    monkeypatch.setattr(head_module, "_GATHERED_NUMBERS", {"cpu": 1, "cuda": 1})
+    for values, sliced in zip(whole, engine_of(model).score(sequences()), strict=True):
+        assert np.array_equal(values.ids, sliced.ids) and np.abs(values.logps - sliced.logps).max() <= 1e-5
+
+
 def test_of_equal_values_the_lower_id_comes_first():
     logps = torch.tensor([[-1.0, -3.0, -1.0, -2.0, -2.0, -1.0]])
     values, ids = top_of(logps, 4)
