@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from reflogp.store import UsageError
 from reflogp.trainer import MissingLogpsError, Reference
 from reflogp.trainer.batch import BatchReference, labelled_rows, refuse_media
-from reflogp.trainer.options import read_options
+from reflogp.trainer.options import read_options, warn_if_untested
 from tests.conftest import REPOSITORY, plain_token_logps
 from tests.trainer_ext.conftest import score_missing
 
@@ -127,3 +127,11 @@ def test_every_option_is_in_the_help_and_in_the_docs(capsys):
         read_options("command", ["--help"], "others")
     documented = re.findall(r"(?m)^\| `(\w+)` \|", (REPOSITORY / "docs" / "frameworks.md").read_text(encoding="utf-8"))
     assert sorted(set(re.findall(r"--reflogp\.(\w+)", capsys.readouterr().out))) == sorted(documented)
+
+
+def test_an_untested_version_of_a_framework_is_a_warning(monkeypatch, recwarn):
+    for found, warned in (("0.11.2", 0), ("0.110", 1)):
+        monkeypatch.setattr("importlib.metadata.version", lambda package, found=found: found)
+        warn_if_untested("framework", "0.11")
+        assert len(recwarn) == warned
+    assert "is tested with framework 0.11, not 0.110" in str(recwarn.pop().message)
