@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 from reflogp.scoring import EngineChoice, score
 from reflogp.scoring.errors import InvalidSequencesError
 from reflogp.scoring.torch_engine.sequences import Sequence
+from reflogp.scoring.vllm_engine.answers import Request
+from reflogp.scoring.wire import SentImages
 from reflogp.store.images import FIRST_IMAGE_ID
 from tests import vision_models
 from tests.scoring.test_images import PROCESSORS, engine_sequences, plain_forward, rows
-from tests.vision_models import pair, picture
+from tests.vision_models import encoded, pair, picture
 from tests.vllm.conftest import VLLM_PYTHON, load
 
 pytestmark = pytest.mark.vllm
@@ -76,6 +78,15 @@ def idefics3(tmp_path_factory):
     engine.close()
 
 
+def request(sequence, padding=0) -> Request:
+    """What the engine asks for a sequence, with tokens in front of it."""
+    images = sequence.images
+    files = tuple(image.encoded() for image in images.pictures)
+    sent = SentImages(images.digests, images.counts, files, images.vision.image_token_id)
+    ids = np.concatenate([np.full(padding, 5), sequence.ids()])
+    return Request(ids, padding + len(sequence.prompt_ids), True, sent)
+
+
 def largest(values, folder, data) -> float:
     """Largest difference from a plain forward of transformers with the processor's own inputs."""
     return max(np.abs(ours - plain).max() for ours, plain in zip(values, plain_forward(folder, data), strict=True))
@@ -120,6 +131,19 @@ def test_images_of_other_modes(idefics3):
     assert largest(engine.score(engine_sequences(folder, data)), folder, data) <= NEAR
 
 
+def test_a_cached_prefix_ends_where_the_images_differ(idefics3):
+    """The same image is read from the cache, another image of the same size is not, though its token ids are equal."""
+    folder, engine = idefics3
+    one, two = picture(7, (64, 48)), picture(8, (64, 48))
+    data = [pair("what is it?", [one]), pair("what is it?", [two])]
+    asked = [request(sequence) for sequence in engine_sequences(folder, data)[:3]]
+    assert np.array_equal(asked[0].model_ids()[: asked[0].prompt_len], asked[2].model_ids()[: asked[2].prompt_len])
+    cached = [next(engine._transport.ask([asked[at]], "same")).cached for at in range(3)]
+    starts = np.flatnonzero(asked[0].ids >= FIRST_IMAGE_ID)[0]
+    assert cached[0] == 0 and cached[1] > starts + 32
+    assert cached[2] <= starts
+
+
 def test_an_image_whose_tokens_vllm_would_not_make_is_refused(idefics3):
     folder, engine = idefics3
     [sequence, other] = engine_sequences(folder, [pair("what is it?", [picture(1)])])
@@ -131,6 +155,16 @@ def test_an_image_whose_tokens_vllm_would_not_make_is_refused(idefics3):
     with pytest.raises(InvalidSequencesError, match="different tokens for an image") as caught:
         engine.score([changed, other])
     assert list(caught.value.problems) == [0] and len(caught.value.results[1])
+
+
+def test_what_vllm_itself_refuses_is_an_answer_and_not_its_end(idefics3):
+    folder, engine = idefics3
+    [sequence, other] = engine_sequences(folder, [pair("what is it?", [picture(1)])])
+    too_long, right = request(sequence, padding=2000), request(other)
+    answers = {answer.at: answer for answer in engine._transport.ask([too_long, right], "long")}
+    assert "vLLM refuses the sequence" in answers[0].problem and answers[0].values is None
+    assert answers[1].problem is None and len(answers[1].values) == len(other.completion_ids)
+    assert engine.restarts == 0
 
 
 def test_an_image_processor_with_other_settings_is_refused(idefics3, tmp_path):
@@ -145,6 +179,19 @@ def test_an_image_processor_with_other_settings_is_refused(idefics3, tmp_path):
     problems = engine.problems(sequences)
     assert list(problems) == [0, 1]
     assert "different settings" in problems[0] and "use --engine torch" in problems[0]
+
+
+def test_a_file_that_changes_leaves_out_its_rows_alone(idefics3, tmp_path):
+    folder, engine = idefics3
+    files = [tmp_path / "a.png", tmp_path / "b.png"]
+    for seed, file in enumerate(files):
+        file.write_bytes(encoded(picture(seed), "PNG"))
+    sequences = engine_sequences(folder, [pair("what?", [str(file)]) for file in files])
+    files[0].write_bytes(encoded(picture(9), "PNG"))
+    with pytest.raises(InvalidSequencesError) as caught:
+        engine.score(sequences)
+    assert list(caught.value.problems) == [0, 1] and all("changed" in text for text in caught.value.problems.values())
+    assert all(len(caught.value.results[at]) for at in (2, 3))
 
 
 def test_a_run_stores_values_that_the_torch_engine_then_finds(idefics3, tmp_path):
