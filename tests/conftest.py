@@ -22,6 +22,7 @@ INTERRUPTIBLE = "import signal; signal.signal(signal.SIGINT, signal.default_int_
 
 #: The files that take longest, longest first, so that none of them is begun when the others are done.
 LONGEST = (
+    "benchmarks/test_tiny_runs",
     "trainer_ext/test_launchers",
     "scoring/test_ray",
     "trainer_ext/test_swift",
