@@ -310,13 +310,15 @@ def test_a_worker_needs_the_processor_of_the_run_which_may_be_in_another_folder_
 
 @pytest.mark.slow
 def test_decoded_pictures_of_every_mode_go_to_workers(score, llava):
-    rgb = picture(1)
-    clear = rgb.convert("P")
-    clear.info["transparency"] = 3
-    deep = Image.fromarray(np.arange(48 * 40, dtype=np.uint16).reshape(40, 48) * 30)
-    modes = [rgb.convert(mode) for mode in ("1", "L", "LA", "P", "RGBA", "CMYK", "YCbCr", "I", "F")]
-    data = open_dataset([pair("what?", [image, rgb]) for image in (rgb, clear, deep, *modes)])
-    here, there = score(data, "here", alone=True, model=llava), score(data, "there", model=llava)
+    def data():  # new ones for each run, because converting a picture with a transparent color changes its palette
+        rgb = picture(1)
+        clear = rgb.convert("P")
+        clear.info["transparency"] = 3
+        deep = Image.fromarray(np.arange(48 * 40, dtype=np.uint16).reshape(40, 48) * 30)
+        modes = [rgb.convert(mode) for mode in ("1", "L", "LA", "P", "RGBA", "CMYK", "YCbCr", "I", "F")]
+        return open_dataset([pair("what?", [image, rgb]) for image in (rgb, clear, deep, *modes)])
+
+    here, there = score(data(), "here", alone=True, model=llava), score(data(), "there", model=llava)
     assert here.scored == there.scored == 24
     score.assert_same_rows(here.reference_id)
 
