@@ -66,7 +66,7 @@ class Runs:
         assert there.tokens_per_second > 0
         assert there.sharing_gain > 1
         assert there.provenance == here.provenance
-        assert (watching.done, watching.hits) == (there.sequences, 0) and there.duplicates and watching.commits > 1
+        assert (watching.done, watching.found) == (there.sequences, 0) and there.duplicates and watching.commits > 1
         self.assert_same_rows(here.reference_id)
         again = self(file, "there")
         assert (again.scored, again.failed, again.bad_rows) == (0, 1, 5)

@@ -72,7 +72,7 @@ def test_what_fails_ends_the_others_and_what_was_computed_is_kept(stage, at, run
             return super()._launch(unit, temperature)
 
     class Watched(Watching):
-        def advance(self, sequences, tokens, hits=0):
+        def advance(self, sequences, tokens):
             super().advance(sequences, tokens)
             count("watcher")
 

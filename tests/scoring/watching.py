@@ -7,7 +7,7 @@ class Watching(ProgressCallbacks):
     """Calls `at_commit` at the commit of that number, and at the next ones as long as it returns False."""
 
     def __init__(self, number=0, at_commit=None):
-        self.bad, self.done, self.hits, self.total, self.commits = {}, 0, 0, 0, 0
+        self.bad, self.done, self.found, self.total, self.commits = {}, 0, 0, 0, 0
         self._number, self._at_commit = number, at_commit if number else None
 
     def begin(self, sequences):
@@ -16,9 +16,11 @@ class Watching(ProgressCallbacks):
     def read(self, rows):
         self.rows = rows
 
-    def advance(self, sequences, tokens, hits=0):
+    def hits(self, sequences):
+        self.found += sequences
+
+    def advance(self, sequences, tokens):
         self.done += sequences
-        self.hits += hits
 
     def bad_row(self, row, problem):
         self.bad[row] = problem

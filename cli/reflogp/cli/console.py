@@ -95,7 +95,7 @@ class Bar(BadRows):
     def begin(self, sequences: int) -> None:
         self._progress.update(self._task.id, total=sequences)
 
-    def advance(self, sequences: int, tokens: int, hits: int = 0) -> None:
+    def advance(self, sequences: int, tokens: int) -> None:
         self._tokens += tokens
         rate = self._tokens / self._task.elapsed if self._task.elapsed else 0.0
         self._progress.update(self._task.id, advance=sequences, rate=_rate(rate))

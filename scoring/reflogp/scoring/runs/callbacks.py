@@ -26,13 +26,15 @@ class ProgressCallbacks:
     def read(self, rows: int) -> None:
         """Report that `rows` rows have been read and tokenized so far."""
 
-    def advance(self, sequences: int, tokens: int, hits: int = 0) -> None:
+    def advance(self, sequences: int, tokens: int) -> None:
         """Report that further sequences are done; `sequences` is their number.
 
         `tokens` is the number of tokens that the engine processed for these sequences. It is 0 if the engine was not needed,
-        or if the sequences cannot be scored. `hits` is how many of them had values in the store when the run began; the
-        others without tokens are duplicates or failed.
+        for example because the store already has the values, or if the sequences cannot be scored.
         """
+
+    def hits(self, sequences: int) -> None:
+        """Report how many of the sequences that are done next had values in the store when the run began."""
 
     def bad_row(self, row: int, problem: str) -> None:
         """Report a row that cannot be used or scored; `problem` is the reason."""
@@ -78,7 +80,7 @@ class ProgressBar(BadRows):
         self._bar.total = sequences or None
         self._bar.refresh()
 
-    def advance(self, sequences: int, tokens: int, hits: int = 0) -> None:
+    def advance(self, sequences: int, tokens: int) -> None:
         self._tokens += tokens
         self._bar.set_postfix_str(f"{self._tokens:,} tokens" if self._tokens else "", refresh=False)
         self._bar.update(sequences)

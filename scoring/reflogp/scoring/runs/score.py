@@ -193,7 +193,8 @@ class _Run:
             hits = int(hit_before[usable].sum())
             self._summary.hits += hits
             self._summary.duplicates += int((hit_now & ~hit_before)[usable].sum())
-            self._advance(int(hit_now[usable].sum()), 0, hits)
+            self._watcher.hits(hits)
+            self._advance(int(hit_now[usable].sum()), 0)
             for at in usable[~hit_now[usable]]:
                 if self._is_new(keys[at].as_py(), int(rows[at])):
                     images = window.images[at] if window.images else None
@@ -267,9 +268,9 @@ class _Run:
             del self._waiting[miss.key]
         self._fresh = []
 
-    def _advance(self, sequences: int, tokens: int, hits: int = 0) -> None:
+    def _advance(self, sequences: int, tokens: int) -> None:
         if sequences:
-            self._watcher.advance(sequences, tokens, hits)
+            self._watcher.advance(sequences, tokens)
 
     def _bad_row(self, row: int, problem: str) -> None:
         if row in self._bad:

@@ -68,9 +68,11 @@ class Progress(ProgressCallbacks):
         self._read_at = time.monotonic()
         self._report()
 
-    def advance(self, sequences: int, tokens: int, hits: int = 0) -> None:
+    def hits(self, sequences: int) -> None:
+        self._hits += sequences
+
+    def advance(self, sequences: int, tokens: int) -> None:
         self._done += sequences
-        self._hits += hits
         self._scored += sequences if tokens else 0
         self._tokens += tokens
         if tokens and self._scoring_since is None:
